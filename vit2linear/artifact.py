@@ -1,0 +1,184 @@
+"""The folder that a conversion writes, complete or absent, and reading it back.
+
+It is written to a temporary sibling, reloaded through timm and compared, and only then renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+import timm.models
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from vit2linear import hub
+from vit2linear.errors import ArtifactError, SourceError
+
+WEIGHTS, CONFIG, RECIPE, REPORT, CARD = "model.safetensors", "config.json", "recipe.toml", "report.json", "README.md"
+FILES = [WEIGHTS, CONFIG, RECIPE, REPORT, CARD]
+"""All that an artifact consists of, and all that is ever uploaded."""
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A converted model on disk or on the Hub."""
+
+    name: str
+    """timm's name for it: ``local-dir:PATH`` or ``hf-hub:ID@COMMIT``."""
+    report: dict[str, Any]
+    """The record of the conversion."""
+    folder: Path | None = None
+
+    def model(self) -> nn.Module:
+        """The converted model, in eval mode."""
+        try:
+            model: nn.Module = timm.create_model(self.name, pretrained=True)
+        except (RuntimeError, OSError, ValueError) as error:
+            raise ArtifactError(f"{self.name!r} cannot be loaded: {str(error).splitlines()[0]}.") from error
+        return model.eval()
+
+
+def check_output(folder: Path, overwrite: bool) -> None:
+    """Refuse an output folder before any work is done.
+
+    Raises:
+        ArtifactError: it exists (without ``overwrite``), is no artifact, or cannot be written.
+    """
+    if folder.exists():
+        if not overwrite:
+            raise ArtifactError(f"the output folder {str(folder)!r} exists.", "Use --overwrite, or another --output.")
+        if not folder.is_dir() or (any(folder.iterdir()) and not is_artifact(folder)):
+            raise ArtifactError(
+                f"{str(folder)!r} is not an artifact of vit2linear, so --overwrite does not delete it.",
+                "Choose another --output.",
+            )
+    parent = folder.parent
+    if parent.exists() and not parent.is_dir():
+        raise ArtifactError(f"{str(parent)!r} is not a folder.", "Choose another --output.")
+
+
+def write(
+    folder: Path, student: nn.Module, data_config: dict[str, Any], recipe: str, report: dict[str, Any], card: str
+) -> Artifact:
+    """Write a complete artifact, prove that it reloads to the same outputs, and move it into place.
+
+    Args:
+        folder: final place; an artifact there is replaced at the last moment.
+        student: the converted model, on any device, in eval mode.
+        data_config: timm's preprocessing for it.
+        recipe, report, card: the contents of the other files.
+
+    Raises:
+        ArtifactError: the disk refused, or the reloaded model differs.
+    """
+    student = student.cpu().eval()
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _sibling(folder) as temporary:
+            weights = {k: v.detach().contiguous() for k, v in student.state_dict().items()}
+            save_file(weights, temporary / WEIGHTS, metadata={"format": "pt"})
+            timm.models._hub.save_config_for_hf(student, str(temporary / CONFIG), data_config=data_config)
+            _without_num_classes(temporary / CONFIG)
+            (temporary / RECIPE).write_text(recipe, "utf-8")
+            (temporary / REPORT).write_text(json.dumps(report, indent=2) + "\n", "utf-8")
+            (temporary / CARD).write_text(card, "utf-8")
+            _compare(student, temporary, data_config["input_size"])
+            _move(temporary, folder)
+    except OSError as error:
+        raise ArtifactError(
+            f"cannot write {str(folder)!r}: {error}.", "Free space or choose another --output."
+        ) from error
+    return Artifact(f"local-dir:{folder}", report, folder)
+
+
+def open_artifact(name: str | None, revision: str | None = None) -> Artifact:
+    """An artifact by folder or Hub id; without a name the newest one under the current folder.
+
+    Raises:
+        ArtifactError: nothing there, or it was not written by vit2linear.
+    """
+    folder = newest(Path()) if name is None else Path(name.removeprefix("local-dir:"))
+    if folder.is_dir():
+        if not is_artifact(folder):
+            raise ArtifactError(
+                f"{str(folder)!r} is not an artifact of vit2linear: {CONFIG} or {REPORT} is missing or foreign.",
+                "Name a folder that 'vit2linear convert' wrote.",
+            )
+        return Artifact(f"local-dir:{folder}", json.loads((folder / REPORT).read_text("utf-8")), folder)
+    assert name is not None
+    try:
+        info = hub.repo_info(name.removeprefix("hf-hub:"), revision)
+    except SourceError as error:
+        raise ArtifactError(f"there is no artifact {name!r}: {error.message}", error.hint) from error
+    report = hub.download(info.repo, info.commit, REPORT)
+    if report is None:
+        raise ArtifactError(f"{name!r} has no {REPORT}, so it was not converted by vit2linear.")
+    return Artifact(f"hf-hub:{info.repo}@{info.commit}", json.loads(report.read_text("utf-8")))
+
+
+def newest(root: Path) -> Path:
+    """The artifact under ``root`` (itself, or up to two folders down) that was written last."""
+    found = [p.parent for pattern in ("", "*/", "*/*/") for p in root.glob(pattern + REPORT) if is_artifact(p.parent)]
+    if not found:
+        raise ArtifactError(
+            "no artifact was found under the current folder.", "Run 'vit2linear convert' first, or name a folder."
+        )
+    return max(found, key=lambda folder: (folder / REPORT).stat().st_mtime)
+
+
+def is_artifact(folder: Path) -> bool:
+    """Whether a folder was written by ``write``."""
+    try:
+        config = json.loads((folder / CONFIG).read_text("utf-8"))
+        return bool(config["architecture"] == "vit2linear") and (folder / REPORT).is_file()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+@contextmanager
+def _sibling(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside ``folder`` that is gone afterwards, whatever happened."""
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _without_num_classes(path: Path) -> None:
+    """timm repeats num_classes among the model arguments, where transformers' wrapper cannot bear it."""
+    config = json.loads(path.read_text("utf-8"))
+    config["model_args"].pop("num_classes", None)
+    path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+
+def _compare(student: nn.Module, folder: Path, input_size: tuple[int, int, int]) -> None:
+    reloaded = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    pixels = torch.randn(1, *input_size, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        same = torch.equal(student(pixels), reloaded(pixels))
+    if not same:
+        raise ArtifactError("the written model does not reload to the same outputs; nothing was kept.")
+
+
+def _move(temporary: Path, folder: Path) -> None:
+    temporary.chmod(0o755)
+    if not folder.exists():
+        temporary.rename(folder)
+        return
+    with _sibling(folder) as old:
+        folder.rename(old / "old")
+        try:
+            temporary.rename(folder)
+        except BaseException:
+            (old / "old").rename(folder)
+            raise

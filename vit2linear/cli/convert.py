@@ -1,0 +1,138 @@
+"""``vit2linear convert``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vit2linear.cli import _options as o
+from vit2linear.cli._errors import exit_codes
+
+if TYPE_CHECKING:
+    from vit2linear.artifact import Artifact
+    from vit2linear.pipeline import Prepared
+
+
+def convert(
+    source: Annotated[
+        str | None,
+        typer.Argument(help="demo, a Hub id, a folder, a timm name, hf-hub:ID or local-dir:PATH.", show_default=False),
+    ] = None,
+    op: Annotated[str | None, typer.Option(help="Operator for every site, such as relu or elu.")] = None,
+    data: o.Data = None,
+    distill_steps: Annotated[
+        int | None, typer.Option(help="Optimiser steps of both stages together; 0 converts without training.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write; default MODEL-OP.")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="TOML recipe; flags win over it.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; read no weights, write nothing.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in the output folder.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,
+    img_size: Annotated[int | None, typer.Option(help="Side of the input in pixels.")] = None,
+    batch_size: o.BatchSize = None,
+    workers: o.Workers = None,
+    num_samples: o.EvalSamples = None,
+    ignore_labels: o.IgnoreLabels = False,
+    seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
+    device: o.Device = None,
+    precision: Annotated[str | None, typer.Option(help="auto, no, bf16 or fp16.")] = None,
+    license: Annotated[str | None, typer.Option(help="Licence of the source, where it states none.")] = None,  # noqa: A002
+    json: o.Json = False,
+) -> None:
+    """Convert a pretrained Softmax ViT: swap the attention, copy the rest, distil, evaluate, write."""
+    with exit_codes():
+        from vit2linear.recipe import Recipe, Rule, override, read_recipe
+
+        request = read_recipe(recipe) if recipe is not None else Recipe()
+        request = override(
+            request,
+            source__model=source,
+            source__revision=revision,
+            source__img_size=img_size,
+            convert=(Rule(op=op),) if op is not None else None,
+            distill__steps=distill_steps,
+            distill__batch_size=batch_size,
+            data__path=data,
+            data__workers=workers,
+            data__eval_samples=num_samples,
+            output__dir=str(output) if output is not None else None,
+            output__license=license,
+            run__seed=seed,
+            run__device=device,
+            run__precision=precision,
+        ).check()
+
+        from vit2linear import pipeline
+        from vit2linear.cli._output import TerminalReporter, err, out, print_json
+
+        if dry_run:
+            prepared = pipeline.prepare(request, overwrite)
+            if json:
+                print_json(_plan_json(prepared))
+            else:
+                _show_plan(prepared)
+            return
+        with TerminalReporter() as reporter:
+            artifact = pipeline.convert(request, overwrite=overwrite, ignore_labels=ignore_labels, reporter=reporter)
+        if not artifact.report:
+            return
+        if json:
+            print_json(artifact.report)
+            return
+        out.print(_result(artifact))
+        err.print(f"Written to {artifact.folder}. Next: vit2linear eval, vit2linear push", markup=False)
+
+
+def _plan_json(prepared: Prepared) -> dict[str, object]:
+    from vit2linear.surgery import plan_to_json
+
+    return {
+        "source": prepared.ref.name,
+        "commit": prepared.ref.repo.commit if prepared.ref.repo is not None else None,
+        "architecture": prepared.spec.architecture,
+        "parameters": prepared.parameters,
+        "input_size": list(prepared.data_config["input_size"]),
+        "steps": prepared.recipe.distill.steps,
+        "data": prepared.recipe.data.path,
+        "output": str(prepared.output),
+        "plan": plan_to_json(prepared.plan),
+        "notes": list(prepared.notes),
+    }
+
+
+def _show_plan(prepared: Prepared) -> None:
+    from vit2linear.cli._output import err, out, table
+
+    commit = f" at {prepared.ref.repo.commit[:12]}" if prepared.ref.repo is not None else ""
+    size = "x".join(map(str, prepared.data_config["input_size"]))
+    err.print(f"{prepared.ref.name}{commit}: {prepared.spec.architecture}, input {size}", markup=False)
+    rows = [
+        [s.site.path, str(s.site.geometry.num_heads), str(s.site.geometry.head_dim), s.op] for s in prepared.plan.sites
+    ]
+    out.print(table("Plan", ["site", "heads", "head dim", "operator"], rows))
+    for note in prepared.notes:
+        err.print(note, markup=False)
+    recipe = prepared.recipe
+    err.print(
+        f"{prepared.parameters:,} parameters; {recipe.distill.steps} steps of {recipe.distill.batch_size} images from "
+        f"{recipe.data.path}; would write {prepared.output}. Nothing was read or written.",
+        markup=False,
+    )
+
+
+def _result(artifact: Artifact) -> object:
+    """Teacher, student before training, student after."""
+    from vit2linear.cli._output import table
+
+    evaluation = artifact.report["evaluation"]
+    key, title = next(
+        ((k, t) for k, t in (("top1", "top-1, %"), ("knn", "10-NN, %")) if evaluation["teacher"][k] is not None),
+        ("images_per_second", "images/s"),
+    )
+    rows = [["teacher (softmax)", f"{evaluation['teacher'][key]:.2f}", str(evaluation["images"])]]
+    rows += [
+        [f"student, {h['moment']}", f"{h['student'][key]:.2f}", str(h["images"])] for h in artifact.report["history"]
+    ]
+    return table(artifact.name, ["", title, "images"], rows)

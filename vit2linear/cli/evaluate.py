@@ -1,0 +1,90 @@
+"""``vit2linear eval``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vit2linear.cli import _options as o
+from vit2linear.cli._errors import exit_codes
+
+if TYPE_CHECKING:
+    from vit2linear.compare import EvalReport
+
+
+def evaluate(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Artifact: folder or Hub id; default: the newest under the current folder.", show_default=False
+        ),
+    ] = None,
+    data: o.Data = None,
+    teacher: Annotated[str | None, typer.Option(help="Where the source is, if its folder has moved.")] = None,
+    batch_size: o.BatchSize = None,
+    workers: o.Workers = None,
+    num_samples: o.EvalSamples = None,
+    ignore_labels: o.IgnoreLabels = False,
+    device: o.Device = None,
+    json: o.Json = False,
+) -> None:
+    """Show teacher and student side by side: accuracy, agreement, speed, and each site's error."""
+    with exit_codes():
+        import dataclasses
+
+        from vit2linear import pipeline
+        from vit2linear.artifact import open_artifact
+        from vit2linear.cli._output import err, out, print_json
+        from vit2linear.recipe import Recipe, override
+
+        request = override(
+            Recipe(),
+            source__model="unused",
+            distill__batch_size=batch_size,
+            data__workers=workers,
+            data__eval_samples=num_samples,
+        ).check()
+        artifact = open_artifact(model)
+        err.print(f"Evaluating {artifact.name}", markup=False)
+        report = pipeline.evaluate(
+            artifact,
+            data=data,
+            teacher=teacher,
+            ignore_labels=ignore_labels,
+            batch_size=request.distill.batch_size,
+            workers=request.data.workers,
+            limit=request.data.eval_samples,
+            device=device or "auto",
+        )
+        if json:
+            print_json({"model": artifact.name, **dataclasses.asdict(report)})
+            return
+        for table in _tables(artifact.name, report):
+            out.print(table)
+
+
+def _tables(name: str, report: EvalReport) -> list[object]:
+    from vit2linear.cli._output import table
+
+    rows = []
+    for title, key in (
+        ("top-1, %", "top1"),
+        ("top-5, %", "top5"),
+        ("10-NN, %", "knn"),
+        ("images/s", "images_per_second"),
+    ):
+        a, b = getattr(report.teacher, key), getattr(report.student, key)
+        if a is not None and b is not None:
+            rows.append([title, f"{a:.2f}", f"{b:.2f}", f"{b - a:+.2f}"])
+    if report.agreement is not None:
+        rows.append(["same first class, %", "", f"{report.agreement:.2f}", ""])
+    if report.neighbour_agreement is not None:
+        rows.append(["same 10 neighbours, %", "", f"{report.neighbour_agreement:.2f}", ""])
+    rows.append(["cosine of features", "", f"{report.feature_cosine:.4f}", ""])
+    rows.append(["speed against teacher", "", f"{report.speedup:.2f}x", ""])
+    errors = [[path, f"{error:.4f}"] for path, error in report.site_errors.items()]
+    return [
+        table(f"{name} on {report.data}, {report.images:,} images", ["", "teacher", "student", ""], rows),
+        table("Unexplained energy of attention outputs (0 equal, 1 as bad as zero)", ["site", "error"], errors),
+    ]

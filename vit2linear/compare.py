@@ -1,0 +1,200 @@
+"""Teacher and student side by side, on the same images, in the same run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vit2linear.attention import sites_of
+from vit2linear.data import Batch
+from vit2linear.distill.tasks import run
+from vit2linear.errors import DataError
+from vit2linear.losses import Outputs, unexplained
+
+NEIGHBOURS = 10
+_ERROR_IMAGES = 256
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One model. Percentages; ``None`` where it has no meaning for this model and these images."""
+
+    top1: float | None
+    top5: float | None
+    knn: float | None
+    """Headless and labelled: accuracy of the 10 nearest training images by cosine of the pooled feature."""
+    images_per_second: float
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """What the conversion cost and won on one set of images."""
+
+    data: str
+    images: int
+    teacher: Scores
+    student: Scores
+    agreement: float | None
+    """Share of images on which both models' first class is the same, in per cent."""
+    neighbour_agreement: float | None
+    """Headless: share of an image's 10 nearest images that both models agree on, in per cent."""
+    feature_cosine: float
+    """Mean cosine between the models' pooled features."""
+    speedup: float
+    """Student's images/s over the teacher's, medians of interleaved batches."""
+    site_errors: dict[str, float] = field(default_factory=dict)
+    """Unexplained energy of each site's output in the running student: 0 is equal, 1 is as bad as zero."""
+
+
+@dataclass
+class _Kept:
+    pooled: list[Tensor] = field(default_factory=list)
+    top: list[Tensor] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+
+def compare(
+    teacher: nn.Module,
+    student: nn.Module,
+    batches: Iterator[Batch],
+    data: str,
+    device: torch.device,
+    class_map: list[int] | None = None,
+    bank: Iterator[Batch] | None = None,
+) -> EvalReport:
+    """Run both models over ``batches``, alternating, and compare.
+
+    Args:
+        teacher, student: timm models of the same architecture, in eval mode.
+        batches: pixels and class indices of the image set.
+        data: name of the image set, for the report.
+        device: where to compute.
+        class_map: the model's class of every class of the set (``match_classes``); without it there is no accuracy.
+        bank: labelled training batches for nearest neighbours; headless models only.
+
+    Raises:
+        DataError: no images.
+    """
+    models = {"teacher": teacher.to(device).eval(), "student": student.to(device).eval()}
+    kept = {name: _Kept() for name in models}
+    labels: list[Tensor] = []
+    errors: dict[str, list[float]] = {}
+    count = 0
+    for pixels, classes in batches:
+        pixels = pixels.to(device)
+        if count < _ERROR_IMAGES:
+            for path, error in _site_errors(teacher, student, pixels).items():
+                errors.setdefault(path, []).append(error)
+        for name, model in models.items():
+            _forward(model, pixels, kept[name])
+        labels.append(classes)
+        count += len(classes)
+    if not count:
+        raise DataError(f"{data} gave no images to evaluate on.")
+    truth = torch.cat(labels)
+    pooled = {name: F.normalize(torch.cat(k.pooled).float(), dim=-1) for name, k in kept.items()}
+    headless = not teacher.num_classes
+    neighbours = _bank_accuracy(models, pooled, truth, bank, device) if headless and bank is not None else {}
+    scores = {}
+    for name, k in kept.items():
+        top1, top5 = (None, None) if headless or class_map is None else _accuracy(torch.cat(k.top), truth, class_map)
+        # The first batch pays for warming up.
+        rate = statistics.median(k.rates[1:] or k.rates)
+        scores[name] = Scores(top1, top5, neighbours.get(name), rate)
+    agreement = None
+    if not headless:
+        first = [torch.cat(kept[name].top)[:, 0] for name in models]
+        agreement = _percent(first[0] == first[1])
+    paired = [a / b for a, b in zip(kept["student"].rates, kept["teacher"].rates, strict=True)]
+    return EvalReport(
+        data=data,
+        images=count,
+        teacher=scores["teacher"],
+        student=scores["student"],
+        agreement=agreement,
+        neighbour_agreement=_neighbour_agreement(pooled["teacher"], pooled["student"]) if headless else None,
+        feature_cosine=float((pooled["teacher"] * pooled["student"]).sum(-1).mean()),
+        speedup=statistics.median(paired[1:] or paired),
+        site_errors={path: statistics.fmean(values) for path, values in errors.items()},
+    )
+
+
+@torch.inference_mode()
+def _forward(model: nn.Module, pixels: Tensor, kept: _Kept) -> None:
+    start = time.perf_counter()
+    tokens = model.forward_features(pixels)  # type: ignore[operator]
+    outputs = model.forward_head(tokens)  # type: ignore[operator]
+    if pixels.device.type == "cuda":
+        torch.cuda.synchronize()
+    kept.rates.append(len(pixels) / (time.perf_counter() - start))
+    kept.pooled.append(model.forward_head(tokens, pre_logits=True).cpu())  # type: ignore[operator]
+    if model.num_classes:
+        kept.top.append(outputs.topk(min(5, outputs.shape[-1]), dim=-1).indices.cpu())
+
+
+@torch.inference_mode()
+def _site_errors(teacher: nn.Module, student: nn.Module, pixels: Tensor) -> dict[str, float]:
+    sites = sites_of(student)
+    target: Outputs = run(teacher, pixels, {p: m for p, m in sites_of(teacher).items() if p in sites})
+    mine = run(student, pixels, sites)
+    return {path: float(unexplained(y, target.sites[path])) for path, y in mine.sites.items()}
+
+
+def _accuracy(
+    top: Int[Tensor, "images k"], truth: Int[Tensor, " images"], class_map: list[int]
+) -> tuple[float | None, float | None]:
+    known = truth >= 0
+    if not known.any():
+        return None, None
+    wanted = torch.tensor(class_map)[truth[known]][:, None]
+    hits = top[known] == wanted
+    return _percent(hits[:, 0]), _percent(hits.any(-1))
+
+
+def _nearest(queries: Float[Tensor, "queries channels"], bank: Float[Tensor, "bank channels"], k: int) -> Tensor:
+    """Indices (queries, k) of the most similar rows of ``bank``; rows are unit vectors."""
+    return torch.cat([(chunk @ bank.T).topk(min(k, len(bank))).indices for chunk in queries.split(1024)])
+
+
+def _neighbour_agreement(teacher: Tensor, student: Tensor) -> float | None:
+    """Each image's neighbours among the other images, as seen by both models."""
+    if len(teacher) <= NEIGHBOURS:
+        return None
+    # An image is its own nearest neighbour: ask for one more and leave it out by its index.
+    a, b = (_nearest(x, x, NEIGHBOURS + 1) for x in (teacher, student))
+    own = torch.arange(len(teacher))[:, None]
+    shared = (a[:, :, None] == b[:, None, :]) & (a != own)[:, :, None]
+    return 100 * float(shared.any(-1).sum(-1).clamp_max(NEIGHBOURS).float().mean()) / NEIGHBOURS
+
+
+def _bank_accuracy(
+    models: dict[str, nn.Module],
+    pooled: dict[str, Tensor],
+    truth: Tensor,
+    bank: Iterator[Batch],
+    device: torch.device,
+) -> dict[str, float]:
+    kept = {name: _Kept() for name in models}
+    labels = []
+    for pixels, classes in bank:
+        for name, model in models.items():
+            _forward(model, pixels.to(device), kept[name])
+        labels.append(classes)
+    bank_labels = torch.cat(labels)
+    accuracy = {}
+    for name, k in kept.items():
+        features = F.normalize(torch.cat(k.pooled).float(), dim=-1)
+        votes = bank_labels[_nearest(pooled[name], features, NEIGHBOURS)].mode(-1).values
+        accuracy[name] = _percent(votes[truth >= 0] == truth[truth >= 0])
+    return accuracy
+
+
+def _percent(hits: Tensor) -> float:
+    return 100 * float(hits.float().mean())

@@ -1,0 +1,1 @@
+"""Recovering the attention from the source: two tasks, one loop."""

@@ -1,0 +1,149 @@
+"""What a step does: the layer-parallel stage ``attention`` and the end-to-end stage ``feature``.
+
+Both see only ``LinearAttention`` modules: the teacher is the source converted with the exact ``softmax`` operator at
+the student's sites.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from vit2linear.attention import LinearAttention, sites_of
+from vit2linear.errors import DistillError
+from vit2linear.losses import Outputs, total_loss
+
+
+def run(model: nn.Module, pixels: Tensor, sites: Mapping[str, LinearAttention]) -> Outputs:
+    """One forward of a timm model with the outputs of ``sites`` kept."""
+    outputs = Outputs()
+    with _captured(sites, outputs):
+        outputs.tokens = model.forward_features(pixels)  # type: ignore[operator]
+    outputs.pooled = model.forward_head(outputs.tokens, pre_logits=True)  # type: ignore[operator]
+    if model.num_classes:
+        outputs.logits = model.forward_head(outputs.tokens)  # type: ignore[operator]
+    return outputs
+
+
+class Task(ABC):
+    """A stage's step: gradients of one batch."""
+
+    def __init__(self, teacher: nn.Module, student: nn.Module, losses: Mapping[str, float]) -> None:
+        self.teacher = teacher
+        self.student = student
+        self.losses = losses
+        self.student_sites = sites_of(student)
+        self.teacher_sites = {path: m for path, m in sites_of(teacher).items() if path in self.student_sites}
+
+    @abstractmethod
+    def prepare(self, accelerator: Accelerator) -> None:
+        """Get ready for several processes."""
+
+    @abstractmethod
+    def backward(self, accelerator: Accelerator, pixels: Tensor) -> Tensor:
+        """Leave the gradients of this batch, averaged over processes, in the parameters; return the loss."""
+
+
+class SiteTask(Task):
+    """Stage ``attention``: every site matches the teacher's output on the teacher's own input.
+
+    Inside the teacher's one forward, each student site runs with gradients and its loss is back-propagated at once, so
+    only one site's graph is alive. Not wrapped in DDP, whose backward inside a forward would desynchronise: gradients
+    are averaged here, in one flat buffer.
+    """
+
+    def prepare(self, accelerator: Accelerator) -> None:
+        """Start every process from the main process's weights."""
+        if accelerator.num_processes > 1:
+            for parameter in self.student.parameters():
+                torch.distributed.broadcast(parameter.data, src=0)
+
+    def backward(self, accelerator: Accelerator, pixels: Tensor) -> Tensor:
+        """Teacher forward with the students' backward passes inside."""
+        losses: list[Tensor] = []
+
+        def match(path: str) -> Any:
+            def hook(module: LinearAttention, args: Any, kwargs: Any, output: Tensor) -> None:
+                site = self.student_sites[path]
+                # The student's backbone does not run, so its grid comes from the teacher's.
+                site.grid_ref.grid = module.grid_ref.grid
+                with torch.enable_grad():
+                    mine = Outputs(sites={path: site(*args, **kwargs)})
+                    loss = total_loss(self.losses, mine, Outputs(sites={path: output}))
+                    if not torch.isfinite(loss):
+                        raise DistillError(
+                            f"the loss at site {path!r} is {loss.item()}.", "Lower distill.attention.lr."
+                        )
+                    accelerator.backward(loss / len(self.teacher_sites))
+                losses.append(loss.detach())
+
+            return hook
+
+        hooks = [m.register_forward_hook(match(p), with_kwargs=True) for p, m in self.teacher_sites.items()]
+        try:
+            with torch.no_grad(), accelerator.autocast():
+                self.teacher.forward_features(pixels)  # type: ignore[operator]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if accelerator.num_processes > 1:
+            _average_gradients(self.student, accelerator)
+        return torch.stack(losses).mean()
+
+
+class ModelTask(Task):
+    """Stage ``feature``: the student on its own inputs, end to end."""
+
+    def prepare(self, accelerator: Accelerator) -> None:
+        """Wrap forward and loss, so that DDP sees an ordinary module."""
+        self._step = accelerator.prepare(_StudentLoss(self.student, self.losses))
+
+    def backward(self, accelerator: Accelerator, pixels: Tensor) -> Tensor:
+        """Teacher forward, student forward, backward."""
+        with accelerator.autocast():
+            with torch.no_grad():
+                target = run(self.teacher, pixels, self.teacher_sites)
+            loss: Tensor = self._step(pixels, target)
+        if not torch.isfinite(loss):
+            raise DistillError(f"the loss is {loss.item()}.", "Lower the learning rates of distill.feature.")
+        accelerator.backward(loss)
+        return loss.detach()
+
+
+class _StudentLoss(nn.Module):
+    def __init__(self, student: nn.Module, losses: Mapping[str, float]) -> None:
+        super().__init__()
+        self.student = student
+        self.losses = losses
+
+    def forward(self, pixels: Tensor, target: Outputs) -> Tensor:
+        return total_loss(self.losses, run(self.student, pixels, sites_of(self.student)), target)
+
+
+@contextmanager
+def _captured(sites: Mapping[str, LinearAttention], outputs: Outputs) -> Iterator[None]:
+    def keep(path: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            outputs.sites[path] = output
+
+        return hook
+
+    hooks = [module.register_forward_hook(keep(path)) for path, module in sites.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _average_gradients(model: nn.Module, accelerator: Accelerator) -> None:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = accelerator.reduce(torch.cat([g.reshape(-1) for g in gradients]), reduction="mean")
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))

@@ -1,0 +1,92 @@
+"""Judging a student against its teacher on the user's images: which images, which classes, then ``compare``."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from vit2linear.classes import match_classes
+from vit2linear.compare import EvalReport, compare
+from vit2linear.data import Batch, eval_batches, eval_view
+from vit2linear.images import DEFAULT_SET, ImageList, ImageSets, open_images
+from vit2linear.resolve import DEMO
+
+BANK_IMAGES = 5000
+"""At most so many training images are a headless model's neighbours."""
+
+
+def default_images(source_name: str) -> str:
+    """What is read without ``--data``: the demo's own images for the demo, otherwise an open set on the Hub."""
+    return DEMO if source_name == DEMO else DEFAULT_SET
+
+
+@dataclass(frozen=True)
+class Judge:
+    """An image set bound to a model's preprocessing and classes."""
+
+    sets: ImageSets
+    data_config: dict[str, Any]
+    class_map: list[int] | None
+    batch_size: int
+    workers: int
+    limit: int | None
+    device: torch.device
+    seed: int
+
+    def __call__(self, teacher: nn.Module, student: nn.Module, limit: int | None = None) -> EvalReport:
+        """Compare on the validation images, at most ``limit`` of them."""
+        images = self.sets.validation
+        headless = not teacher.num_classes
+        return compare(
+            teacher,
+            student,
+            self._batches(images, limit or self.limit),
+            images.name,
+            self.device,
+            class_map=self.class_map,
+            bank=self._bank() if headless and images.classes is not None else None,
+        )
+
+    def _batches(self, images: Any, limit: int | None) -> Iterator[Batch]:
+        return eval_batches(images, eval_view(self.data_config, images.name), self.batch_size, limit, self.workers)
+
+    def _bank(self) -> Iterator[Batch]:
+        """Training images as neighbours; drawn at random where they are sorted by class."""
+        train = self.sets.train
+        if isinstance(train, ImageList):
+            picked = random.Random(self.seed).sample(range(train.size), min(BANK_IMAGES, train.size))
+            return self._batches(train.subset(picked, train.name), None)
+        return self._batches(train, BANK_IMAGES)
+
+
+def open_judge(
+    path: str,
+    data_config: dict[str, Any],
+    num_classes: int,
+    labels: list[str] | None,
+    *,
+    ignore_labels: bool = False,
+    held_out: str | None = None,
+    batch_size: int = 64,
+    workers: int = 2,
+    limit: int | None = None,
+    device: torch.device | None = None,
+    seed: int = 0,
+) -> Judge:
+    """Open an image set, decode one image of each split as a probe, and match its classes with the model's.
+
+    Raises:
+        DataError: no images, an undecodable one, or classes that do not match.
+    """
+    sets = open_images(path, seed, held_out)
+    classes = None if ignore_labels else sets.validation.classes
+    class_map = match_classes(classes, labels, num_classes, sets.validation.name)
+    for images in (sets.train, sets.validation):
+        next(itertools.islice(eval_batches(images, eval_view(data_config, images.name), 1, 1, 0), 1))
+    return Judge(sets, data_config, class_map, batch_size, workers, limit, device or torch.device("cpu"), seed)

@@ -1,0 +1,144 @@
+"""Talking to the Hugging Face Hub: which commit, which files, upload; its errors turned into ours.
+
+Tokens are resolved by huggingface_hub itself (environment, stored login) and never seen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import huggingface_hub as hf
+from huggingface_hub import constants, errors
+from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # httpx or its successor, as the client uses
+
+from vit2linear.errors import (
+    GatedSourceError,
+    PublishError,
+    SourceError,
+    SourceNotFoundError,
+    UnreachableHubError,
+)
+
+
+@dataclass(frozen=True)
+class RepoInfo:
+    """A repository at one commit."""
+
+    repo: str
+    commit: str
+    license: str | None = None
+    license_name: str | None = None
+    license_link: str | None = None
+
+
+@contextmanager
+def friendly_errors(what: str) -> Iterator[None]:
+    """Turn the Hub client's errors about reading ``what`` into ours; all else passes."""
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        hint = (
+            f"Accept the terms at {constants.ENDPOINT}/{what} with your account, then retry."
+            if hf.get_token()
+            else f"Accept the terms at {constants.ENDPOINT}/{what}, then log in with 'hf auth login' or set HF_TOKEN."
+        )
+        raise GatedSourceError(f"{what!r} is gated and this account has no access.", hint) from error
+    except errors.RevisionNotFoundError as error:
+        raise SourceNotFoundError(f"{what!r} has no such revision.", "Check --revision.") from error
+    except errors.RepositoryNotFoundError as error:
+        raise SourceNotFoundError(
+            f"there is no folder and no repository on the Hub called {what!r}, or it is private.",
+            "Check the spelling; for a private repository log in with 'hf auth login'.",
+        ) from error
+    except errors.HFValidationError as error:
+        raise SourceNotFoundError(
+            f"{what!r} is neither an existing folder nor a valid Hub id.", "Use owner/name or the path of a folder."
+        ) from error
+    except errors.RemoteEntryNotFoundError as error:
+        raise SourceNotFoundError(f"a file is missing in {what!r}: {_first_line(error)}.") from error
+    except errors.OfflineModeIsEnabled as error:
+        raise UnreachableHubError(
+            f"{what!r} is not in the local cache, and HF_HUB_OFFLINE forbids fetching it.",
+            "Unset HF_HUB_OFFLINE once to download it, or name a local folder.",
+        ) from error
+    except (errors.LocalEntryNotFoundError, httpx.TransportError, ConnectionError) as error:
+        raise UnreachableHubError(
+            f"the Hub at {constants.ENDPOINT} cannot be reached for {what!r}.",
+            "Check the connection (or HF_ENDPOINT); cached repositories and local folders work without it.",
+        ) from error
+    except errors.HfHubHTTPError as error:
+        raise SourceError(f"the Hub refused to serve {what!r}: {_first_line(error)}.") from error
+
+
+def repo_info(repo: str, revision: str | None = None) -> RepoInfo:
+    """The commit that ``revision`` (default: main) means now, and the stated licence.
+
+    Where the Hub cannot be asked, the cached commit of that revision is used.
+    """
+    try:
+        with friendly_errors(repo):
+            info = hf.HfApi().model_info(repo, revision=revision)
+    except UnreachableHubError:
+        cached = hf.try_to_load_from_cache(repo, "config.json", revision=revision)
+        if not isinstance(cached, str):
+            raise
+        return RepoInfo(repo, Path(cached).parent.name)
+    card = info.card_data
+    fields = {k: getattr(card, k, None) for k in ("license", "license_name", "license_link")} if card else {}
+    return RepoInfo(repo, str(info.sha), **fields)
+
+
+def download(repo: str, commit: str, filename: str) -> Path | None:
+    """A file of a repository at a commit, from the cache where it is there; ``None`` if the repository lacks it."""
+    with friendly_errors(repo):
+        try:
+            return Path(hf.hf_hub_download(repo, filename, revision=commit))
+        except errors.RemoteEntryNotFoundError:
+            return None
+
+
+def upload(folder: Path, repo: str, files: list[str], message: str, private: bool | None) -> str:
+    """Create ``repo`` if needed, upload exactly ``files`` of ``folder``, and return the address.
+
+    Raises:
+        PublishError: not logged in, no permission, refused or unreachable.
+    """
+    again = f"Nothing is lost: run 'vit2linear push {folder} {repo}' again."
+    try:
+        api = hf.HfApi()
+        api.create_repo(repo, exist_ok=True, private=private)
+        api.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=files, commit_message=message)
+    except errors.LocalTokenNotFoundError as error:
+        raise PublishError("you are not logged in to the Hub.", "Run 'hf auth login' or set HF_TOKEN.") from error
+    except errors.HFValidationError as error:
+        raise PublishError(f"{repo!r} is not a valid Hub id: {_first_line(error)}.", "Use owner/name.") from error
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else None
+        hints = {
+            401: "Run 'hf auth login' or set HF_TOKEN to a token with write access.",
+            403: f"The token may not write to {repo!r}: check its scopes and the owner's name.",
+        }
+        raise PublishError(f"the Hub refused: {_first_line(error)}.", hints.get(status or 0, again)) from error
+    except (httpx.TransportError, ConnectionError) as error:
+        raise PublishError(
+            f"the Hub at {constants.ENDPOINT} cannot be reached: {_first_line(error)}.", again
+        ) from error
+    return f"{constants.ENDPOINT}/{repo}"
+
+
+def account() -> str:
+    """The name that is logged in, for a repository id without an owner."""
+    try:
+        return str(hf.HfApi().whoami()["name"])
+    except (errors.LocalTokenNotFoundError, errors.HfHubHTTPError) as error:
+        raise PublishError("you are not logged in to the Hub.", "Run 'hf auth login' or set HF_TOKEN.") from error
+    except (httpx.TransportError, ConnectionError) as error:
+        raise PublishError(f"the Hub at {constants.ENDPOINT} cannot be reached.", "Check the connection.") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__

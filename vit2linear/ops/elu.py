@@ -1,0 +1,27 @@
+"""ELU + 1 linear attention."""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from vit2linear.attention import AttentionContext
+from vit2linear.ops.base import SumRule
+
+
+class ELUAttention(SumRule):
+    """phi(x) = elu(x) + 1, rows divided by their sum (Linear Transformer, arXiv 2006.16236, equation 7)."""
+
+    name = "elu"
+    summary = "phi(x) = elu(x) + 1, rows sum to 1"
+    reference = "Linear Transformer, arXiv 2006.16236"
+
+    def features(
+        self,
+        q: Float[Tensor, "batch heads queries head_dim"],
+        k: Float[Tensor, "batch heads keys head_dim"],
+        ctx: AttentionContext,
+    ) -> tuple[Float[Tensor, "batch heads queries features"], Float[Tensor, "batch heads keys features"]]:
+        """elu(q) + 1, elu(k) + 1."""
+        return F.elu(q) + 1, F.elu(k) + 1

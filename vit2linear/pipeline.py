@@ -1,0 +1,309 @@
+"""``convert``: the only file that knows the order of the steps.
+
+resolve, plan on the meta device, probe the images (the dry run stops here) - load, surgery, stage ``attention``, stage
+``feature``, audit, evaluate, write, reload and compare, rename.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from timm.data import resolve_model_data_config
+from torch import nn
+
+import vit2linear
+from vit2linear import artifact, card, model, surgery
+from vit2linear.artifact import Artifact, open_artifact
+from vit2linear.audit import audit
+from vit2linear.compare import EvalReport
+from vit2linear.data import train_batches, train_view
+from vit2linear.distill.loop import StageReport, run_stage, split_steps
+from vit2linear.errors import ArtifactError, RecipeError
+from vit2linear.evaluation import Judge, default_images, open_judge
+from vit2linear.images import DEFAULT_NOTE
+from vit2linear.losses import check_losses
+from vit2linear.recipe import KEEP, Recipe, override, to_toml
+from vit2linear.reporting import Reporter
+from vit2linear.resolve import DEMO, layout_of, resolve
+from vit2linear.sources.base import ModelRef, ModelSpec
+from vit2linear.surgery import Plan, apply_plan, make_plan, plan_to_json
+
+MONITOR_IMAGES = 2000
+"""Between stages at most so many images are evaluated."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that is known before a weight is read: what ``--dry-run`` shows."""
+
+    recipe: Recipe
+    """Effective: source, output and steps filled in."""
+    ref: ModelRef
+    spec: ModelSpec
+    plan: Plan
+    parameters: int
+    num_classes: int
+    data_config: dict[str, Any]
+    notes: tuple[str, ...]
+
+    @property
+    def output(self) -> Path:
+        """The folder to write."""
+        return Path(self.recipe.output.dir or "")
+
+
+def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
+    """Resolve and plan; no weight file is opened.
+
+    Raises:
+        Vit2LinearError: whatever is wrong with recipe, output folder, source or rules, cheapest check first.
+    """
+    recipe.check()
+    for stage in (recipe.distill.attention, recipe.distill.feature):
+        check_losses(stage.losses)
+    if recipe.output.dir is not None:
+        artifact.check_output(Path(recipe.output.dir), overwrite)
+    ref = resolve(recipe.source.model, recipe.source.revision)
+    spec = layout_of(ref).spec(ref)
+    if recipe.source.img_size is not None:
+        size = [recipe.source.img_size] * 2
+        spec = dataclasses.replace(spec, model_args={**spec.model_args, "img_size": size})
+    skeleton = model.skeleton(spec)
+    plan = make_plan(skeleton, recipe.convert)
+    notes = list(spec.notes)
+    headless = not skeleton.num_classes
+    if headless and "logits" in recipe.distill.feature.losses:
+        losses = {k: v for k, v in recipe.distill.feature.losses.items() if k != "logits"}
+        recipe = override(recipe, distill__feature__losses=losses)
+        notes.append("the model has no class head: the loss 'logits' is left out")
+    if recipe.data.path is None and ref.name != DEMO:
+        notes.append(DEFAULT_NOTE)
+    recipe = override(
+        recipe,
+        output__dir=recipe.output.dir or _default_output(ref, plan),
+        distill__steps=recipe.distill.steps if recipe.distill.steps is not None else 300 if ref.name == DEMO else 2000,
+        data__path=recipe.data.path or default_images(ref.name),
+    )
+    artifact.check_output(Path(str(recipe.output.dir)), overwrite)
+    data_config = resolve_model_data_config(skeleton)
+    parameters = sum(p.numel() for p in skeleton.parameters())
+    return Prepared(recipe, ref, spec, plan, parameters, int(skeleton.num_classes), data_config, tuple(notes))  # type: ignore[arg-type]
+
+
+def convert(
+    recipe: Recipe, *, overwrite: bool = False, ignore_labels: bool = False, reporter: Reporter | None = None
+) -> Artifact:
+    """Convert a pretrained Softmax ViT and write an artifact.
+
+    Args:
+        recipe: the whole request; see ``Recipe``.
+        overwrite: replace an artifact in the output folder, at the last moment.
+        ignore_labels: do not match the images' classes with the model's.
+        reporter: told about progress; default: the ``vit2linear`` logger.
+
+    Returns:
+        The artifact, with its report.
+
+    Raises:
+        Vit2LinearError: see ``vit2linear.errors``. Nothing half-written is left behind, whatever happens.
+    """
+    prepared = prepare(recipe, overwrite)
+    recipe, plan, steps = prepared.recipe, prepared.plan, prepared.recipe.distill.steps or 0
+    accelerator = _accelerator(recipe)
+    if reporter is None or not accelerator.is_main_process:
+        reporter = Reporter()
+    for note in prepared.notes:
+        reporter.say(note)
+    judge = _judge(prepared, accelerator.device, ignore_labels)
+    set_seed(recipe.run.seed)
+    loaded = model.load(prepared.ref, prepared.spec)
+    source = loaded.module.state_dict()
+    teacher = apply_plan(loaded.module, plan.with_operator("softmax")).to(accelerator.device).eval()
+    student = apply_plan(loaded.module, plan).to(accelerator.device).eval()
+    todo = {stage: count for stage, count in split_steps(recipe.distill, steps).items() if count}
+    stages: list[StageReport] = []
+    history: list[dict[str, Any]] = []
+    for moment, (stage, count) in enumerate([("none", 0), *todo.items()]):
+        if count:
+            stages.append(_stage(stage, count, teacher, student, prepared, judge, accelerator, reporter))
+        if accelerator.is_main_process:
+            report = judge(teacher, student, None if moment == len(todo) else MONITOR_IMAGES)
+            name = f"after stage {stage}" if count else "before training"
+            reporter.say(f"{name}: {summary(report)}")
+            history.append({"moment": name, "images": report.images, "student": dataclasses.asdict(report.student)})
+    accelerator.wait_for_everyone()
+    if not accelerator.is_main_process:
+        return Artifact(f"local-dir:{prepared.output}", {}, prepared.output)
+    audited = audit(source, student, plan, trained=bool(stages))
+    licence = card.license_of(prepared.ref, prepared.spec.pretrained_cfg, recipe.output.license)
+    if licence.get("license_name") == "unknown":
+        reporter.say("The source states no licence, so the card says 'unknown'; state it with --license.")
+    record = {
+        "format": 1,
+        "vit2linear": vit2linear.__version__,
+        "versions": {p: version(p) for p in ("torch", "timm", "accelerate")} | {"python": platform.python_version()},
+        "source": {**prepared.ref.record(), "architecture": prepared.spec.architecture, **licence},
+        "data": {"path": recipe.data.path, "held_out": judge.sets.held_out, "ignore_labels": ignore_labels},
+        "plan": plan_to_json(plan),
+        "audit": dataclasses.asdict(audited),
+        "stages": [dataclasses.asdict(s) for s in stages],
+        "history": history,
+        "evaluation": dataclasses.asdict(report),
+    }
+    text = card.render(prepared.output.name, prepared.ref, licence, plan, stages, report)
+    return artifact.write(prepared.output, student, prepared.data_config, to_toml(recipe), record, text)
+
+
+def load(ref: str, revision: str | None = None) -> nn.Module:
+    """A converted model by folder or Hub id, in eval mode."""
+    return open_artifact(ref, revision).model()
+
+
+def evaluate(
+    ref: str | Artifact | None = None,
+    *,
+    data: str | None = None,
+    teacher: str | None = None,
+    ignore_labels: bool = False,
+    batch_size: int = 64,
+    workers: int = 2,
+    limit: int | None = None,
+    device: str = "auto",
+) -> EvalReport:
+    """A converted model beside its teacher, which is fetched again at its pinned commit.
+
+    Args:
+        ref: artifact, folder or Hub id; default: the newest artifact under the current folder.
+        data: images; default: those of the conversion, with the same ones held out.
+        teacher: the source's place, where a local folder has moved.
+        ignore_labels: do not match the images' classes with the model's.
+        batch_size, workers, limit, device: as in a recipe.
+
+    Raises:
+        ArtifactError, SourceError, DataError
+    """
+    opened = ref if isinstance(ref, Artifact) else open_artifact(ref)
+    record = opened.report
+    student = opened.model()
+    source = _source_again(record["source"], teacher)
+    spec = layout_of(source).spec(source)
+    size = list(student.patch_embed.img_size)  # type: ignore[union-attr, arg-type]
+    spec = dataclasses.replace(spec, model_args={**spec.model_args, "img_size": size})
+    module = model.load(source, spec).module
+    softmax = {p["site"]["path"]: {"op": "softmax"} for p in record["plan"] if p["op"] != KEEP}
+    same_images = data is None or data == record["data"]["path"]
+    judge = open_judge(
+        data or record["data"]["path"],
+        resolve_model_data_config(student),
+        int(student.num_classes),  # type: ignore[arg-type]
+        spec.pretrained_cfg.get("label_names"),
+        ignore_labels=ignore_labels or (same_images and record["data"]["ignore_labels"]),
+        held_out=record["data"]["held_out"] if same_images else None,
+        batch_size=batch_size,
+        workers=workers,
+        limit=limit,
+        device=_accelerator(override(Recipe(), run__device=device)).device,
+    )
+    return judge(surgery.apply(module, softmax).eval(), student)
+
+
+def summary(report: EvalReport) -> str:
+    """The comparison in one line."""
+    parts = [f"{report.images:,} images"]
+    for title, key in (("top-1", "top1"), ("10-NN", "knn")):
+        teacher, student = getattr(report.teacher, key), getattr(report.student, key)
+        if teacher is not None and student is not None:
+            parts.append(f"{title} {student:.2f}% (teacher {teacher:.2f}%)")
+    if report.agreement is not None:
+        parts.append(f"agreement {report.agreement:.2f}%")
+    if report.neighbour_agreement is not None:
+        parts.append(f"neighbours shared {report.neighbour_agreement:.2f}%")
+    return ", ".join([*parts, f"feature cosine {report.feature_cosine:.4f}"])
+
+
+def _stage(
+    name: str,
+    steps: int,
+    teacher: nn.Module,
+    student: nn.Module,
+    prepared: Prepared,
+    judge: Judge,
+    accelerator: Accelerator,
+    reporter: Reporter,
+) -> StageReport:
+    options, run = prepared.recipe.distill, prepared.recipe.run
+    images = judge.sets.train
+    batches = train_batches(
+        images,
+        train_view(prepared.data_config, images.name, options.augment),
+        options.batch_size,
+        steps,
+        # Each stage sees its own order of the images.
+        run.seed + len(name),
+        prepared.recipe.data.workers,
+        accelerator.process_index,
+        accelerator.num_processes,
+    )
+    losses = getattr(options, name).losses
+    return run_stage(name, teacher, student, batches, steps, options, losses, accelerator, reporter)
+
+
+def _judge(prepared: Prepared, device: torch.device, ignore_labels: bool) -> Judge:
+    recipe, cfg = prepared.recipe, prepared.spec.pretrained_cfg
+    return open_judge(
+        str(recipe.data.path),
+        prepared.data_config,
+        prepared.num_classes,
+        cfg.get("label_names"),
+        ignore_labels=ignore_labels,
+        batch_size=recipe.distill.batch_size,
+        workers=recipe.data.workers,
+        limit=recipe.data.eval_samples,
+        device=device,
+        seed=recipe.run.seed,
+    )
+
+
+def _default_output(ref: ModelRef, plan: Plan) -> str:
+    """``<model>-<op>``, in the current folder."""
+    name = ref.repo.repo if ref.repo is not None and ref.registry_name is None else ref.name
+    operators = sorted({s.op for s in plan.replaced})
+    if not operators:
+        raise RecipeError("the rules keep every site, so there is nothing to convert.")
+    return "-".join([Path(name.removeprefix("local-dir:")).resolve().name, *operators])
+
+
+def _accelerator(recipe: Recipe) -> Accelerator:
+    """Devices, processes and precision, as accelerate finds them; a device that is not there is an error."""
+    device, precision = recipe.run.device, recipe.run.precision
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not present.get(device, True):
+        raise RecipeError(f"run.device is {device!r}, but there is no such device here.", "Use --device auto or cpu.")
+    on_gpu = present["cuda"] and device in ("auto", "cuda")
+    if precision == "fp16" and not on_gpu:
+        raise RecipeError("run.precision is 'fp16', which needs a CUDA GPU.", "Use --precision bf16 or no.")
+    if precision == "auto":
+        precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "no"
+    return Accelerator(cpu=device == "cpu", mixed_precision=precision)
+
+
+def _source_again(record: dict[str, Any], place: str | None) -> ModelRef:
+    """The teacher of an artifact: the recorded repository at its commit, or a folder with the same weights."""
+    if "repo" in record and place is None:
+        found = resolve(f"hf-hub:{record['repo']}", record["commit"])
+        named_by_timm = record["name"] != record["repo"] and "/" not in record["name"]
+        return dataclasses.replace(found, name=record["name"], registry_name=record["name"] if named_by_timm else None)
+    found = resolve(place or record["name"])
+    if "weights_sha256" in record and found.record().get("weights_sha256") != record["weights_sha256"]:
+        raise ArtifactError(
+            f"the weights in {found.name!r} are not those that were converted.", "Point to the original with --teacher."
+        )
+    return found

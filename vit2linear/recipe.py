@@ -1,0 +1,276 @@
+"""What the user asked for: frozen dataclasses, a strict TOML reader and a writer.
+
+A recipe is complete by itself: the effective one (defaults, file and flags merged) is written beside the weights and
+runs again with ``--recipe``. Unknown keys, wrong types and wrong values are all reported together. No torch here, so
+that a misspelt recipe is refused at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import types
+import typing
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from vit2linear.errors import RecipeError, Vit2LinearError
+from vit2linear.registry import Registry
+
+KEEP = "keep"
+"""Reserved operator name in a rule: leave the site as it is."""
+
+OPERATORS: Registry[Any] = Registry("operator", "vit2linear.ops", "vit2linear.attention:Operator")
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """``[source]``: the pretrained model."""
+
+    model: str = ""
+    """``demo``, a folder, a Hub id, a timm name, ``hf-hub:ID`` or ``local-dir:PATH``."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub id; the commit it resolves to is recorded."""
+    img_size: int | None = None
+    """Side of the square input in pixels; default: what the source's own preprocessing says."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``[[convert]]``: which operator replaces the softmax where. The first rule that matches a site wins."""
+
+    op: str = "relu"
+    """An operator's name, or ``keep``."""
+    sites: str = "*"
+    """Glob on the site's path, such as ``blocks.[0-8].attn``. A rule that matches no site is an error."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The operator's own options."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """``[distill.attention]`` or ``[distill.feature]``."""
+
+    share: float
+    """Part of ``distill.steps`` that this stage gets; the shares are normalised to sum to 1."""
+    losses: dict[str, float]
+    """Loss name to weight."""
+    lr: float
+    """Peak learning rate of copied attention weights."""
+    lr_rest: float
+    """Peak learning rate of the other copied weights (0 freezes them)."""
+    lr_new: float
+    """Peak learning rate of the operator's own new weights."""
+    weight_decay: float
+    """AdamW weight decay, on matrices only."""
+
+
+ATTENTION_STAGE = Stage(share=0.3, losses={"site_output": 1.0}, lr=1e-3, lr_rest=0.0, lr_new=1e-2, weight_decay=0.0)
+FEATURE_STAGE = Stage(
+    share=0.7,
+    losses={"feature": 1.0, "site_output": 0.1, "logits": 1.0},
+    lr=3e-4,
+    lr_rest=3e-4,
+    lr_new=3e-3,
+    weight_decay=0.01,
+)
+
+
+@dataclass(frozen=True)
+class DistillOptions:
+    """``[distill]``: recovering the attention from the source, label-free."""
+
+    steps: int | None = None
+    """Optimiser steps of both stages together; default: 300 for ``demo``, otherwise 2,000. 0 converts only."""
+    batch_size: int = 64
+    """Images in one optimiser step, over all processes."""
+    warmup: float = 0.05
+    """Share of each stage's steps spent on linear warm-up."""
+    clip: float = 1.0
+    """Largest gradient norm."""
+    augment: Literal["mild", "none"] = "mild"
+    """``mild``: random resized crop (scale 0.35-1) and horizontal flip; ``none``: the evaluation view."""
+    attention: Stage = ATTENTION_STAGE
+    feature: Stage = FEATURE_STAGE
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """``[data]``: the images."""
+
+    path: str | None = None
+    """Folder or ``datasets`` id; default: the demo's images for ``demo``, otherwise ``timm/mini-imagenet``."""
+    workers: int = 2
+    """Loader processes."""
+    eval_samples: int | None = None
+    """Evaluate at most so many images; default: all."""
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """``[output]``: the artifact."""
+
+    dir: str | None = None
+    """Folder to write; default ``<model>-<op>``."""
+    license: str | None = None
+    """Licence of the source where it does not state one itself."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """``[run]``: how to run."""
+
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
+    """Autocast type; ``auto`` is bf16 on a GPU that has it, otherwise none."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The whole request."""
+
+    source: SourceOptions = SourceOptions()
+    convert: tuple[Rule, ...] = (Rule(),)
+    distill: DistillOptions = DistillOptions()
+    data: DataOptions = DataOptions()
+    output: OutputOptions = OutputOptions()
+    run: RunOptions = RunOptions()
+
+    def check(self) -> Recipe:
+        """Return self, or raise ``RecipeError`` naming every value out of range."""
+        d, problems = self.distill, []
+        if not self.source.model:
+            problems.append("source.model: name a model, such as 'demo' or 'google/vit-base-patch16-224'")
+        ranges = [
+            ("source.img_size", self.source.img_size, 1, None),
+            ("distill.steps", d.steps, 0, None),
+            ("distill.batch_size", d.batch_size, 1, None),
+            ("distill.warmup", d.warmup, 0, 1),
+            ("distill.clip", d.clip, 1e-12, None),
+            ("data.workers", self.data.workers, 0, None),
+            ("data.eval_samples", self.data.eval_samples, 1, None),
+            ("run.seed", self.run.seed, 0, 2**32 - 1),
+        ]
+        for name, stage in (("attention", d.attention), ("feature", d.feature)):
+            ranges += [
+                (f"distill.{name}.{key}", getattr(stage, key), 0, 1 if key == "share" else None)
+                for key in ("share", "lr", "lr_rest", "lr_new", "weight_decay")
+            ]
+        for key, value, low, high in ranges:
+            if value is not None and (value < low or (high is not None and value > high)):
+                wanted = f"at least {low}" if high is None else f"between {low} and {high}"
+                problems.append(f"{key}: {value} is out of range, must be {wanted}")
+        if d.attention.share + d.feature.share <= 0:
+            problems.append("distill: the shares of the two stages are both 0")
+        if not self.convert:
+            problems.append("convert: at least one rule is needed")
+        for i, rule in enumerate(self.convert):
+            if rule.op != KEEP:
+                try:
+                    OPERATORS.check(rule.op)
+                except Vit2LinearError as error:
+                    problems.append(f"convert.{i}.op: {error}")
+        _raise(problems, "recipe")
+        return self
+
+
+def read_recipe(path: str | Path) -> Recipe:
+    """The recipe in a TOML file, not yet checked for ranges (flags may still complete it)."""
+    try:
+        text = Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"cannot read the recipe {str(path)!r}: {error}.") from error
+    return parse_recipe(text, str(path))
+
+
+def parse_recipe(text: str, where: str = "recipe") -> Recipe:
+    """The recipe in a TOML text; every unknown key and wrong type is reported together."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{where}: not valid TOML: {error}.") from error
+    problems: list[str] = []
+    recipe = _build(Recipe, table, Recipe(), "", problems)
+    _raise(problems, where)
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The recipe as TOML; unset values are left out."""
+    import tomli_w
+
+    return tomli_w.dumps(_plain(dataclasses.asdict(recipe)))
+
+
+def override(recipe: Recipe, **values: Any) -> Recipe:
+    """A copy with dotted keys replaced, written with ``__`` for the dot; ``None`` leaves a value as it is."""
+    for key, value in values.items():
+        if value is not None:
+            recipe = _replace(recipe, key.split("__"), value)
+    return recipe
+
+
+def _replace(node: Any, path: list[str], value: Any) -> Any:
+    child = value if len(path) == 1 else _replace(getattr(node, path[0]), path[1:], value)
+    return dataclasses.replace(node, **{path[0]: child})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items() if v is not None}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _raise(problems: list[str], where: str) -> None:
+    if problems:
+        raise RecipeError(f"{where}: " + "; ".join(problems) + ".")
+
+
+def _build(kind: Any, value: Any, default: Any, where: str, problems: list[str]) -> Any:
+    """``value`` as ``kind``; missing fields come from ``default``; what is wrong is appended to ``problems``."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        if isinstance(value, dict):
+            return _build_dataclass(kind, value, default, where, problems)
+    elif origin in (types.UnionType, typing.Union):
+        return _build(next(a for a in args if a is not type(None)), value, default, where, problems)
+    elif origin is Literal:
+        if value in args:
+            return value
+        problems.append(f"{where}: {value!r} is not one of {', '.join(map(repr, args))}")
+        return default
+    elif origin is tuple:
+        if isinstance(value, list):
+            return tuple(_build(args[0], v, args[0](), f"{where}.{i}", problems) for i, v in enumerate(value))
+    elif origin is dict:
+        if isinstance(value, dict):
+            return {k: _build(args[1], v, None, f"{where}.{k}", problems) for k, v in value.items()}
+    elif kind is Any:
+        return value
+    elif kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return value
+    names = {int: "an integer", float: "a number", str: "a string", dict: "a table", tuple: "an array of tables"}
+    wanted = names.get(origin or kind, "a table")
+    problems.append(f"{where}: {value!r} is not {wanted}")
+    return default
+
+
+def _build_dataclass(kind: Any, value: dict[str, Any], default: Any, where: str, problems: list[str]) -> Any:
+    hints = typing.get_type_hints(kind)
+    fields = [f.name for f in dataclasses.fields(kind)]
+    built = {}
+    for key, item in value.items():
+        path = f"{where}.{key}".lstrip(".")
+        if key in fields:
+            built[key] = _build(hints[key], item, getattr(default, key), path, problems)
+            continue
+        close = get_close_matches(key, fields, n=1)
+        guess = f"did you mean {close[0]!r}?" if close else f"allowed here: {', '.join(fields)}"
+        problems.append(f"{path}: unknown key; {guess}")
+    return dataclasses.replace(default, **built)

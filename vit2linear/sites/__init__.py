@@ -1,0 +1,1 @@
+"""Site kinds: how one kind of attention module is recognised and taken apart. One file each."""

@@ -1,0 +1,1 @@
+"""Sources: one file per checkpoint layout. Every layout is brought to a timm architecture and a timm state dict."""
