@@ -100,8 +100,9 @@ Timings are from the machine of the conversion; measure your own with `vit2linea
 
 ## Reproduce
 
-`recipe.toml` holds the effective recipe (`vit2linear convert --recipe recipe.toml`), `report.json` the full record:
-source, plan, audit of every weight, losses, versions. Method: "Copy the Same, Distill the Difference", arXiv 2609.35745.
+`recipe.toml` holds the effective recipe (`vit2linear convert --recipe recipe.toml`), `report.json` the full
+record: source, plan, audit of every weight, losses, versions.
+The method is "Copy the Same, Distill the Difference", arXiv 2609.35745.
 """
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n{text}"))
 

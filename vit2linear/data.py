@@ -34,26 +34,25 @@ class View:
 
     transform: Callable[[Image.Image], Tensor]
     channels: int
-    name: str
 
-    def __call__(self, data: bytes) -> Tensor:
-        """Decode, convert to the model's channels, transform."""
+    def __call__(self, data: bytes, where: str) -> Tensor:
+        """Decode, convert to the model's channels, transform; ``where`` names the image in an error."""
         try:
             image = Image.open(io.BytesIO(data)).convert("L" if self.channels == 1 else "RGB")
         except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
-            raise DataError(f"an image of {self.name} cannot be decoded: {error}.", "Remove or repair it.") from error
+            raise DataError(f"{where} is no image that can be decoded.", "Remove or repair it.") from error
         return self.transform(image)
 
 
-def eval_view(data_config: dict[str, Any], name: str) -> View:
+def eval_view(data_config: dict[str, Any]) -> View:
     """The source's own preprocessing (timm's data configuration)."""
-    return View(create_transform(**data_config, is_training=False), data_config["input_size"][0], name)
+    return View(create_transform(**data_config, is_training=False), data_config["input_size"][0])
 
 
-def train_view(data_config: dict[str, Any], name: str, augment: str) -> View:
+def train_view(data_config: dict[str, Any], augment: str) -> View:
     """``mild``: random resized crop and flip; ``none``: the evaluation view."""
     if augment == "none":
-        return eval_view(data_config, name)
+        return eval_view(data_config)
     transform = create_transform(
         input_size=data_config["input_size"],
         is_training=True,
@@ -63,7 +62,7 @@ def train_view(data_config: dict[str, Any], name: str, augment: str) -> View:
         mean=data_config["mean"],
         std=data_config["std"],
     )
-    return View(transform, data_config["input_size"][0], name)
+    return View(transform, data_config["input_size"][0])
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Samples(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
         epoch, index = key
         data, label = self.images.read(index)
-        return _seeded_view(self.view, data, self.seed, epoch, index), label
+        return _seeded_view(self.view, data, self.images.where(index), (self.seed, epoch, index)), label
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,8 @@ class StreamSamples(IterableDataset[tuple[Tensor, int]]):
             before = position
             for index, (data, label) in enumerate(self.images.start(epoch)):
                 if position % self.batch_size * self.world // self.batch_size == self.rank:
-                    yield _seeded_view(self.view, data, self.seed, epoch, index), label
+                    where = f"image {index} of {self.images.name}"
+                    yield _seeded_view(self.view, data, where, (self.seed, epoch, index)), label
                 position += 1
             if position == before:
                 raise DataError(f"{self.images.name} gave no images.")
@@ -146,12 +146,12 @@ def train_batches(
     dataset: Dataset[tuple[Tensor, int]]
     if isinstance(images, ImageStream):
         dataset = StreamSamples(images, view, seed, batch_size, rank, world)
-        # One reader: more would change the order of a stream.
-        loader = DataLoader(dataset, batch_size=batch_size // world, num_workers=min(workers, 1))
+        # Always one reader: datasets derives the order of a stream from the number of workers.
+        loader = DataLoader(dataset, batch_size=batch_size // world, num_workers=1, generator=torch.Generator())
     else:
         dataset = Samples(images, view, seed)
         sampler = StepBatches(images.size, batch_size, steps, seed, rank, world)
-        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=workers)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=workers, generator=torch.Generator())
     return itertools.islice(iter(loader), steps)
 
 
@@ -160,26 +160,28 @@ def eval_batches(images: Images, view: View, batch_size: int, limit: int | None,
     if isinstance(images, ImageStream):
         rows = itertools.islice(images.start(0), limit)
         while chunk := list(itertools.islice(rows, batch_size)):
-            yield torch.stack([view(data) for data, _ in chunk]), torch.tensor([label for _, label in chunk])
+            pixels = [view(data, f"an image of {images.name}") for data, _ in chunk]
+            yield torch.stack(pixels), torch.tensor([label for _, label in chunk])
         return
     count = images.size if limit is None else min(limit, images.size)
     batches = [[(0, i) for i in range(a, min(a + batch_size, count))] for a in range(0, count, batch_size)]
-    yield from DataLoader(Samples(images, view, 0), batch_sampler=batches, num_workers=workers)
+    dataset = Samples(images, view, 0)
+    yield from DataLoader(dataset, batch_sampler=batches, num_workers=workers, generator=torch.Generator())
 
 
 def _seed(seed: int, epoch: int, index: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{epoch}/{index}".encode(), digest_size=4).digest(), "big")
 
 
-def _seeded_view(view: View, data: bytes, seed: int, epoch: int, index: int) -> Tensor:
+def _seeded_view(view: View, data: bytes, where: str, key: tuple[int, int, int]) -> Tensor:
     """Apply ``view`` with every generator that transforms draw from seeded, and put them back afterwards."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    value = _seed(seed, epoch, index)
+    value = _seed(*key)
     random.seed(value)
     np.random.seed(value)
     torch.manual_seed(value)
     try:
-        return view(data)
+        return view(data, where)
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])

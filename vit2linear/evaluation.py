@@ -54,7 +54,7 @@ class Judge:
         )
 
     def _batches(self, images: Any, limit: int | None) -> Iterator[Batch]:
-        return eval_batches(images, eval_view(self.data_config, images.name), self.batch_size, limit, self.workers)
+        return eval_batches(images, eval_view(self.data_config), self.batch_size, limit, self.workers)
 
     def _bank(self) -> Iterator[Batch]:
         """Training images as neighbours; drawn at random where they are sorted by class."""
@@ -88,5 +88,5 @@ def open_judge(
     classes = None if ignore_labels else sets.validation.classes
     class_map = match_classes(classes, labels, num_classes, sets.validation.name)
     for images in (sets.train, sets.validation):
-        next(itertools.islice(eval_batches(images, eval_view(data_config, images.name), 1, 1, 0), 1))
+        next(itertools.islice(eval_batches(images, eval_view(data_config), 1, 1, 0), 1))
     return Judge(sets, data_config, class_map, batch_size, workers, limit, device or torch.device("cpu"), seed)

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from vit2linear.errors import DataError
 from vit2linear.resolve import DEMO, DEMO_FOLDER
@@ -27,18 +27,37 @@ _VALIDATION = ("validation", "val", "valid", "test", "eval")
 _TABLES = ("*.parquet", "*.arrow", "dataset_dict.json", "state.json", "*.csv", "*.jsonl", "*.zip", "*.tar")
 
 
+@runtime_checkable
+class Reader(Protocol):
+    """Random access to encoded images."""
+
+    def read(self, i: int) -> tuple[bytes, int]:
+        """Encoded bytes and class index (-1 where there is none) of image ``i``."""
+
+    def where(self, i: int) -> str:
+        """What to call image ``i`` in a message."""
+
+
 @dataclass(frozen=True)
 class ImageList:
-    """Images with random access. ``read(i)`` gives encoded bytes and a class index (-1 where there is none)."""
+    """Images with random access."""
 
     name: str
     size: int
-    read: Callable[[int], tuple[bytes, int]]
+    reader: Reader
     classes: tuple[str, ...] | None = None
+
+    def read(self, i: int) -> tuple[bytes, int]:
+        """Encoded bytes and class index (-1 where there is none) of image ``i``."""
+        return self.reader.read(i)
+
+    def where(self, i: int) -> str:
+        """What to call image ``i`` in a message."""
+        return self.reader.where(i)
 
     def subset(self, indices: Sequence[int], name: str) -> ImageList:
         """The images at ``indices``, in this order."""
-        return ImageList(name, len(indices), _Picked(self.read, tuple(indices)), self.classes)
+        return ImageList(name, len(indices), _Picked(self.reader, tuple(indices)), self.classes)
 
 
 @dataclass(frozen=True)
@@ -66,11 +85,14 @@ class ImageSets:
 
 @dataclass(frozen=True)
 class _Picked:
-    read: Callable[[int], tuple[bytes, int]]
+    reader: Reader
     indices: tuple[int, ...]
 
-    def __call__(self, i: int) -> tuple[bytes, int]:
-        return self.read(self.indices[i])
+    def read(self, i: int) -> tuple[bytes, int]:
+        return self.reader.read(self.indices[i])
+
+    def where(self, i: int) -> str:
+        return self.reader.where(self.indices[i])
 
 
 @dataclass(frozen=True)
@@ -78,18 +100,25 @@ class _Files:
     paths: tuple[str, ...]
     labels: tuple[int, ...]
 
-    def __call__(self, i: int) -> tuple[bytes, int]:
+    def read(self, i: int) -> tuple[bytes, int]:
         return Path(self.paths[i]).read_bytes(), self.labels[i]
+
+    def where(self, i: int) -> str:
+        return repr(self.paths[i])
 
 
 @dataclass(frozen=True)
 class _Rows:
+    name: str
     table: Any
     image: str
     label: str | None
 
-    def __call__(self, i: int) -> tuple[bytes, int]:
+    def read(self, i: int) -> tuple[bytes, int]:
         return self.unpack(self.table[i])
+
+    def where(self, i: int) -> str:
+        return f"row {i} of {self.name}"
 
     def unpack(self, row: dict[str, Any]) -> tuple[bytes, int]:
         """A row of ``datasets`` with undecoded images."""
@@ -232,6 +261,8 @@ def _hub(path: str, seed: int) -> dict[str, Images]:
     from vit2linear.hub import friendly_errors
 
     datasets.disable_progress_bars()
+    # It tells a counter outside the Hub which set is read, even where HF_ENDPOINT is a private mirror.
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     try:
         with friendly_errors(path):
             loaded = datasets.load_dataset(path, streaming=True)
@@ -240,6 +271,9 @@ def _hub(path: str, seed: int) -> dict[str, Images]:
             f"--data: {path!r} is neither a folder nor a readable set on the Hub ({str(error).splitlines()[0]}).",
             "Give a folder of images or a Hub id OWNER/DATASET.",
         ) from error
+    if path == DEFAULT_SET:
+        # Its validation images are from ImageNet's training set, which teachers have learned; those of test are not.
+        loaded.pop("validation", None)
     images: dict[str, Images] = {}
     for split, table in loaded.items():
         rows, classes = _columns(path, table)
@@ -258,4 +292,4 @@ def _columns(path: str, table: Any) -> tuple[_Rows, tuple[str, ...] | None]:
         raise DataError(f"--data: {path!r} has no image column.", f"Its columns: {', '.join(features) or 'unknown'}.")
     label = next((name for name, f in features.items() if isinstance(f, datasets.ClassLabel)), None)
     classes = tuple(features[label].names) if label else None
-    return _Rows(table.cast_column(image, datasets.Image(decode=False)), image, label), classes
+    return _Rows(path, table.cast_column(image, datasets.Image(decode=False)), image, label), classes

@@ -158,8 +158,10 @@ def convert(
         "history": history,
         "evaluation": dataclasses.asdict(report),
     }
+    # Where this run wrote its output is nobody else's business, and the recipe is to run again elsewhere.
+    portable = dataclasses.replace(recipe, output=dataclasses.replace(recipe.output, dir=None))
     text = card.render(prepared.output.name, prepared.ref, licence, plan, stages, report)
-    return artifact.write(prepared.output, student, prepared.data_config, to_toml(recipe), record, text)
+    return artifact.write(prepared.output, student, prepared.data_config, to_toml(portable), record, text)
 
 
 def load(ref: str, revision: str | None = None) -> nn.Module:
@@ -243,7 +245,7 @@ def _stage(
     images = judge.sets.train
     batches = train_batches(
         images,
-        train_view(prepared.data_config, images.name, options.augment),
+        train_view(prepared.data_config, options.augment),
         options.batch_size,
         steps,
         # Each stage sees its own order of the images.

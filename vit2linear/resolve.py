@@ -6,6 +6,7 @@ explicitly. Nothing but ``config.json`` is fetched.
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 
 from vit2linear import hub
@@ -74,7 +75,7 @@ def _registry(name: str) -> ModelRef:
 
     cfg = timm.get_pretrained_cfg(name, allow_unregistered=False) if timm.is_model(name.split(".")[0]) else None
     if cfg is None:
-        close = timm.list_pretrained(f"*{name.split('.')[0]}*")[:3]
+        close = get_close_matches(name.split(".")[0], timm.list_models(), n=3)
         guess = f"Close names: {', '.join(close)}." if close else "Use owner/name for the Hub, or the path of a folder."
         raise SourceNotFoundError(f"{name!r} is neither a folder nor a name that timm knows.", guess)
     if not cfg.hf_hub_id:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from timm.models import load_state_dict
 from torch import Tensor
 
 from vit2linear import hub
-from vit2linear.errors import SourceNotFoundError, UnsupportedModelError
+from vit2linear.errors import SourceNotFoundError, UnsupportedModelError, WeightsError
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,8 @@ class ModelRef:
             raise UnsupportedModelError(f"{filename} of {self.name!r} is not a JSON object.")
         return value
 
-    def weights(self) -> Path:
-        """The weights file."""
+    def weights_file(self) -> Path:
+        """Where the weights are."""
         for filename in ("model.safetensors", "pytorch_model.bin"):
             path = self.file(filename)
             if path is not None:
@@ -56,11 +59,20 @@ class ModelRef:
             f"{self.name!r} has no weights.", "Expected model.safetensors or pytorch_model.bin beside config.json."
         )
 
+    def weights(self) -> dict[str, Tensor]:
+        """The weights as stored; nothing in the file is executed. timm strips the prefixes of wrappers."""
+        path = self.weights_file()
+        try:
+            weights: dict[str, Tensor] = load_state_dict(str(path), weights_only=True)
+        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+            raise WeightsError(f"{path.name} of {self.name!r} cannot be read: {str(error).splitlines()[0]}.") from error
+        return weights
+
     def record(self) -> dict[str, Any]:
         """What the artifact stores to find exactly this source again."""
         if self.repo is not None:
             return {"name": self.name, "repo": self.repo.repo, "commit": self.repo.commit}
-        with self.weights().open("rb") as file:
+        with self.weights_file().open("rb") as file:
             return {"name": self.name, "weights_sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 

@@ -11,7 +11,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import timm.models
 import torch
 from torch import Tensor
 
@@ -147,7 +146,7 @@ class TransformersLayout(Layout):
         config = ref.json("config.json") or {}
         family = _family(ref.name, config)
         full = {**family.defaults, **config}
-        weights = _fuse_qkv(ref.name, _rename(timm.models.load_state_dict(str(ref.weights()), weights_only=True)))
+        weights = _fuse_qkv(ref.name, _rename(ref.weights()))
         if family.distilled and not _two_heads(full) and "dist_token" in weights:
             weights["reg_token"] = weights.pop("dist_token")
         if "num_register_tokens" in family.defaults and {"pos_embed", "cls_token"} <= weights.keys():

@@ -1,0 +1,90 @@
+"""Tiny real models and image sets, made once for each session."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.models import save_for_hf
+
+import vit2linear  # noqa: F401  registers the architecture
+
+
+@pytest.fixture(scope="session")
+def real() -> Path:
+    """The folder of real inputs, for tests marked ``real``."""
+    path = os.environ.get("VIT2LINEAR_REAL")
+    if not path:
+        pytest.skip("VIT2LINEAR_REAL is not set")
+    return Path(path)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny classifier in the timm layout: 32 px, 4 blocks, 5 named classes."""
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=48, depth=4, num_heads=3, num_classes=5
+    )
+    folder = tmp_path_factory.mktemp("source") / "tiny"
+    save_for_hf(
+        model,
+        folder,
+        model_config={"label_names": ["apple", "bread", "cup", "dog", "egg"]},
+        safe_serialization=True,
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def class_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """train/ and val/ of three of the tiny classifier's classes, 8 and 4 images each."""
+    root = tmp_path_factory.mktemp("images")
+    for split, count in (("train", 8), ("val", 4)):
+        for i, name in enumerate(("bread", "dog", "egg")):
+            write_images(root / split / name, count, seed=10 * i + count)
+    return root
+
+
+@pytest.fixture(scope="session")
+def flat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 unlabelled images, in several formats."""
+    root = tmp_path_factory.mktemp("flat")
+    for i, suffix in enumerate(("png", "jpg", "webp", "bmp")):
+        write_images(root, 10, seed=100 + i, suffix=suffix)
+    return root
+
+
+def write_images(folder: Path, count: int, seed: int, suffix: str = "png") -> None:
+    """Noise images of various sizes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    for i in range(count):
+        height, width = rng.integers(30, 60, 2)
+        pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{seed}_{i}.{suffix}")
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Run:
+    """Run ``vit2linear ARGS`` as a user does, in an empty folder and offline."""
+
+    def run(*args: object, cwd: Path = tmp_path, code: int = 0) -> subprocess.CompletedProcess[str]:
+        command = [str(Path(sys.executable).parent / "vit2linear"), *map(str, args)]
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == code, f"{command} gave {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert "Traceback" not in done.stderr
+        return done
+
+    return run

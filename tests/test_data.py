@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from timm.data import ImageNetInfo
+
+from tests.conftest import write_images
+from vit2linear.classes import match_classes
+from vit2linear.data import eval_batches, eval_view, train_batches, train_view
+from vit2linear.errors import DataError
+from vit2linear.images import ImageList, ImageSets, ImageStream, content_digest, open_images
+
+CONFIG: dict[str, Any] = {
+    "input_size": (3, 32, 32),
+    "interpolation": "bicubic",
+    "mean": (0.5, 0.5, 0.5),
+    "std": (0.5, 0.5, 0.5),
+    "crop_pct": 1.0,
+    "crop_mode": "center",
+}
+
+
+def listed(images: object) -> ImageList:
+    assert isinstance(images, ImageList)
+    return images
+
+
+def batches(images: Any, steps: int, **kwargs: Any) -> torch.Tensor:
+    options = {"batch_size": 6, "seed": 3, "workers": 0} | kwargs
+    return torch.stack([x for x, _ in train_batches(images, train_view(CONFIG, "mild"), steps=steps, **options)])
+
+
+def test_class_folders(class_folders: Path) -> None:
+    sets = open_images(str(class_folders))
+    assert sets.held_out is None
+    assert listed(sets.train).size == 24 and listed(sets.validation).size == 12
+    assert sets.train.classes == ("bread", "dog", "egg")
+    labels = torch.cat([y for _, y in eval_batches(sets.validation, eval_view(CONFIG), 5, None, 0)])
+    assert labels.bincount().tolist() == [4, 4, 4]
+
+
+def test_without_validation_the_smallest_digests_are_held_out(flat_folder: Path, tmp_path: Path) -> None:
+    sets = open_images(str(flat_folder))
+    train, held = listed(sets.train), listed(sets.validation)
+    assert (train.size, held.size) == (38, 2) and train.classes is None
+    digests = [content_digest(images.read(i)[0]) for images in (train, held) for i in range(images.size)]
+    assert len(set(digests)) == 40 and max(digests[38:]) < min(digests[:38]) and max(digests[38:]) == sets.held_out
+    # Content decides: other names, and other images beside them, hold the same ones out again.
+    for i, path in enumerate(sorted(flat_folder.iterdir())):
+        shutil.copy(path, tmp_path / f"{100 - i}{path.suffix}")
+    write_images(tmp_path, 3, seed=9)
+    again = open_images(str(tmp_path), held_out=sets.held_out)
+    kept = {content_digest(listed(again.validation).read(i)[0]) for i in range(listed(again.validation).size)}
+    assert set(digests[38:]) <= kept and not kept & set(digests[:38])
+
+
+def test_the_same_samples_with_other_workers_and_more_processes(flat_folder: Path) -> None:
+    images = open_images(str(flat_folder)).train
+    alone = batches(images, 15)  # 90 samples of 38 images: three epochs
+    assert torch.equal(alone, batches(images, 15, workers=2))
+    parts = [batches(images, 15, rank=rank, world=3) for rank in range(3)]
+    assert torch.equal(alone, torch.cat(parts, 1))
+    assert not torch.equal(alone, batches(images, 15, seed=4))
+    with pytest.raises(DataError, match="cannot be divided among 4"):
+        batches(images, 1, world=4)
+
+
+def test_every_image_once_in_an_epoch(flat_folder: Path) -> None:
+    images = listed(open_images(str(flat_folder)).train)
+    seen: list[int] = []
+
+    class Counting:
+        where = images.where
+
+        def read(self, i: int) -> tuple[bytes, int]:
+            seen.append(i)
+            return images.read(i)
+
+    batches(ImageList("x", images.size, Counting()), 13)
+    first, second = seen[:38], seen[38:76]
+    assert sorted(first) == sorted(second) == list(range(38)) and first != second
+
+
+def test_views_leave_global_randomness_alone(flat_folder: Path) -> None:
+    images = open_images(str(flat_folder)).train
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    wanted = torch.rand(1), random.random(), np.random.rand()
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    batches(images, 2)
+    assert (torch.rand(1), random.random(), np.random.rand()) == wanted
+
+
+def save_parquet(folder: Path, splits: dict[str, int], labelled: bool = True) -> Path:
+    write_images(folder / "raw", max(splits.values()), seed=5)
+    paths = sorted(map(str, (folder / "raw").iterdir()))
+    (folder / "table" / "data").mkdir(parents=True)
+    features = datasets.Features(
+        {"image": datasets.Image()} | ({"label": datasets.ClassLabel(names=["a", "b"])} if labelled else {})
+    )
+    for split, count in splits.items():
+        rows = {"image": paths[:count]} | ({"label": [i % 2 for i in range(count)]} if labelled else {})
+        table = datasets.Dataset.from_dict(rows, features=features)
+        table.to_parquet(folder / "table" / "data" / f"{split}-00000-of-00001.parquet")
+    return folder / "table"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
+    # datasets rests five seconds at the end of every epoch of a shuffled stream.
+    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
+
+
+def test_tables(tmp_path: Path) -> None:
+    sets = open_images(str(save_parquet(tmp_path, {"train": 6, "test": 4})))
+    assert (listed(sets.train).size, listed(sets.validation).size) == (6, 4)
+    assert sets.validation.classes == ("a", "b") and sets.held_out is None
+    assert torch.cat([y for _, y in eval_batches(sets.validation, eval_view(CONFIG), 3, None, 0)]).tolist() == [
+        0,
+        1,
+        0,
+        1,
+    ]
+    unlabelled = open_images(str(save_parquet(tmp_path / "u", {"train": 6}, labelled=False)))
+    assert unlabelled.train.classes is None and unlabelled.held_out is not None
+
+
+def stream_sets(tmp_path: Path) -> ImageSets:
+    from vit2linear.images import _columns, _hold_out, _Stream
+
+    table = datasets.load_dataset(str(save_parquet(tmp_path, {"train": 40})), split="train", streaming=True)
+    rows, classes = _columns("stream", table)
+    return _hold_out("stream", ImageStream("stream", _Stream(rows, None, 7), classes), f"{2**62:016x}")
+
+
+def test_streams_are_split_shuffled_and_shared_alike(tmp_path: Path) -> None:
+    sets = stream_sets(tmp_path)
+    assert isinstance(sets.train, ImageStream) and isinstance(sets.validation, ImageStream)
+    train, held = ({content_digest(d) for d, _ in s.start(0)} for s in (sets.train, sets.validation))
+    assert not train & held and len(train | held) == 40 and 2 <= len(held) <= 20
+    order = [[content_digest(d) for d, _ in sets.train.start(epoch)] for epoch in (0, 0, 1)]
+    assert order[0] == order[1] != order[2] and set(order[1]) == set(order[2])
+    alone = batches(sets.train, 12)
+    assert torch.equal(alone, batches(sets.train, 12, workers=2))
+    assert torch.equal(alone, torch.cat([batches(sets.train, 12, rank=r, world=2) for r in range(2)], 1))
+    count = sum(len(y) for _, y in eval_batches(sets.validation, eval_view(CONFIG), 3, 2, 0))
+    assert count == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda d: d / "absent", "there is no folder"),
+        (lambda d: d, "holds no images"),
+        (lambda d: (write_images(d, 1, 0), d)[1], "at least 2 are needed"),
+        (lambda d: (write_images(d, 2, 0), write_images(d / "cat", 2, 1), d)[2], "beside class folders"),
+        (lambda d: ((d / "x.parquet").write_bytes(b"no"), d)[1], "cannot be read by datasets"),
+    ],
+    ids=["absent", "empty", "one", "mixed", "broken table"],
+)
+def test_folders_that_are_no_image_sets(make: Any, text: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=text):
+        open_images(str(make(tmp_path)))
+
+
+def test_an_undecodable_image_is_named(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        write_images(tmp_path / split, 3, 0)
+    (tmp_path / "train" / "bad.png").write_bytes(b"not an image")
+    with pytest.raises(DataError, match=r"bad\.png' is no image that can be decoded"):
+        list(eval_batches(open_images(str(tmp_path)).train, eval_view(CONFIG), 4, None, 0))
+
+
+def test_modes_become_the_models_channels(tmp_path: Path) -> None:
+    for mode in ("L", "RGBA", "P", "CMYK", "I;16", "1"):
+        Image.new(mode if mode != "I;16" else "I;16", (40, 50)).save(tmp_path / f"{mode[0]}{len(mode)}.tiff")
+    grey = {**CONFIG, "input_size": (1, 32, 32), "mean": (0.5,), "std": (0.5,)}
+    for config, channels in ((CONFIG, 3), (grey, 1)):
+        images = open_images(str(tmp_path)).train
+        for x, _ in eval_batches(images, eval_view(config), 8, None, 0):
+            assert x.shape[1:] == (channels, 32, 32)
+
+
+def test_classes_are_matched_or_there_is_no_accuracy() -> None:
+    labels = ["T-shirt", "Trouser", "crane, bird", "crane, machine", "tench, Tinca tinca"]
+    assert match_classes(["trouser", "t_shirt", "tench"], labels, 5, "x") == [1, 0, 4]
+    assert match_classes(None, labels, 5, "x") is None
+    assert match_classes(["a", "b"], None, 0, "x") is None
+    assert match_classes(["2", "0", "1"], None, 3, "x") == [2, 0, 1]
+    assert match_classes(["u", "v", "w", "x", "y"], labels, 5, "x") is None
+    with pytest.raises(DataError, match="2 classes and the model has 5"):
+        match_classes(["crane", "trouser"], labels, 5, "x")
+
+
+def test_synsets_are_matched_by_timms_tables() -> None:
+    info = ImageNetInfo("imagenet-1k")
+    synsets = info.label_names()
+    words = info.label_descriptions()
+    assert match_classes([synsets[7], synsets[500]], None, 1000, "x") == [7, 500]
+    assert match_classes([synsets[7], synsets[500]], words, 1000, "x") == [7, 500]
+    assert match_classes([synsets[7], synsets[500]], synsets, 1000, "x") == [7, 500]
+    with pytest.raises(DataError, match="names do not match"):
+        match_classes([synsets[7], synsets[500]], words[::-1], 1000, "x")
+    assert len(match_classes(synsets[:10], None, 21843, "x") or []) == 10

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import jaxtyping
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from vit2linear import linearize
+from vit2linear.attention import sites_of
+from vit2linear.audit import audit, count_softmax
+from vit2linear.errors import RecipeError, SurgeryError, UnknownNameError
+from vit2linear.recipe import OPERATORS, Rule
+from vit2linear.surgery import SITES, apply_plan, make_plan
+
+# Every site kind with the models that must stay the same when exact softmax stands between project and merge.
+SMALL: dict[str, Any] = {"embed_dim": 48, "num_heads": 3, "depth": 4}
+MODELS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "attention": [
+        ("vit_tiny_patch16_224", {"img_size": 64, **SMALL}),
+        ("vit_tiny_patch16_224", {"img_size": (64, 96), **SMALL}),
+        ("vit_tiny_patch16_224", {"img_size": 64, "qk_norm": True, "scale_attn_norm": True, **SMALL}),
+        ("vit_tiny_patch16_224", {"img_size": 64, "dynamic_img_size": True, **SMALL}),
+        ("vit_small_patch14_reg4_dinov2", {"img_size": 56, **SMALL}),
+        ("vit_base_patch16_siglip_224", {"img_size": 64, **SMALL}),
+        ("vit_base_patch16_clip_quickgelu_224", {"img_size": 64, **SMALL}),
+        ("vit_base_patch16_224", {"img_size": 64, "global_pool": "avg", "class_token": False, **SMALL}),
+        ("deit_tiny_distilled_patch16_224", {"img_size": 64, **SMALL}),
+    ],
+}
+CASES = [pytest.param(*case, id=f"{kind}-{case[0]}-{i}") for kind, cs in MODELS.items() for i, case in enumerate(cs)]
+
+
+def build(name: str, **args: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = timm.create_model(name, **args).eval()
+    for parameter in model.parameters():  # larger logits than at init, so that routing matters
+        parameter.data.mul_(1.5)
+    return model
+
+
+def pixels(model: nn.Module) -> torch.Tensor:
+    return torch.randn(2, 3, *model.patch_embed.img_size, generator=torch.Generator().manual_seed(1))
+
+
+def test_every_site_kind_has_models() -> None:
+    assert set(MODELS) == set(SITES.names())
+
+
+@pytest.mark.parametrize(("name", "args"), CASES)
+def test_softmax_in_between_changes_nothing(name: str, args: dict[str, Any]) -> None:
+    model = build(name, **args)
+    before = copy.deepcopy(model.state_dict())
+    x = pixels(model)
+    with torch.no_grad():
+        wanted = model(x)
+        same = linearize(model, op="softmax").eval()(x)
+        assert (same - wanted).abs().max() <= 1e-5
+        assert torch.equal(model(x), wanted), "the original is left as it was"
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("op", [n for n in OPERATORS.names() if n != "softmax"])
+@pytest.mark.parametrize(("name", "args"), CASES)
+def test_conversion_keeps_names_and_weights_and_removes_the_softmax(name: str, args: dict[str, Any], op: str) -> None:
+    model = build(name, **args)
+    plan = make_plan(model, [Rule(op=op)])
+    student = apply_plan(model, plan).eval()
+    found = audit(model.state_dict(), student, plan, trained=False)
+    assert len(sites_of(student)) == 4 and found.softmax_left == 0 and not found.trained and not found.dropped
+    with torch.no_grad():
+        out = student(pixels(model))
+        assert out.isfinite().all() and not torch.equal(out, model(pixels(model)))
+    assert all(isinstance(s.qkv, nn.Linear) and isinstance(s.proj, nn.Linear) for s in sites_of(student).values())
+
+
+def test_gated_attention_is_carried() -> None:
+    from timm.layers import Attention
+
+    from vit2linear.attention import AttentionContext, GridRef, LinearAttention
+    from vit2linear.ops.softmax import SoftmaxAttention
+    from vit2linear.sites.attention import AttentionSite
+
+    torch.manual_seed(0)
+    module = Attention(24, num_heads=3, qkv_bias=True, gated=True, scale_norm=True, norm_layer=nn.LayerNorm).eval()
+    kind = AttentionSite()
+    site = LinearAttention(module, kind, SoftmaxAttention(kind.geometry(module), None), GridRef())
+    x = torch.randn(2, 7, 24)
+    torch.testing.assert_close(site(x), module(x))
+    assert isinstance(AttentionContext(x).x, torch.Tensor)
+
+
+def test_masks() -> None:
+    model = build("vit_tiny_patch16_224", img_size=64, **SMALL)
+    x = pixels(model)
+    keep = torch.ones(2, 1, 1, 17, dtype=torch.bool)
+    keep[..., 5:9] = False
+    bias = torch.randn(1, 3, 17, 17)
+    same, relu = linearize(model, "softmax").eval(), linearize(model, "relu").eval()
+    with torch.no_grad():
+        for mask in (keep, bias, bias > 0):
+            torch.testing.assert_close(same(x, attn_mask=mask), model(x, attn_mask=mask))
+        assert relu(x, attn_mask=keep).isfinite().all()
+        with pytest.raises(SurgeryError, match="which cannot carry it"):
+            relu(x, attn_mask=bias)
+        with pytest.raises(SurgeryError, match="causal"):
+            relu(x, is_causal=True)
+
+
+def test_counter_ignores_attention_pooling_and_feature_softmax() -> None:
+    model = build("vit_base_patch16_siglip_224", img_size=64, **SMALL)
+    assert count_softmax(model) == 4
+    assert count_softmax(linearize(model, "relu")) == 0
+    manual = build("vit_tiny_patch16_224", img_size=64, **SMALL)
+    for block in manual.blocks:
+        block.attn.fused_attn = False
+    assert count_softmax(manual) == 4
+
+
+def test_rules_are_matched_in_order_and_keep_keeps() -> None:
+    model = build("vit_tiny_patch16_224", img_size=64, **SMALL)
+    plan = make_plan(model, [Rule(sites="blocks.[01].attn", op="keep"), Rule(sites="blocks.2.*", op="elu"), Rule()])
+    assert [s.op for s in plan.sites] == ["keep", "keep", "elu", "relu"]
+    student = apply_plan(model, plan)
+    assert audit(model.state_dict(), student, plan, trained=False).softmax_left == 2
+    assert set(sites_of(student)) == {"blocks.2.attn", "blocks.3.attn"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "text"),
+    [
+        ([Rule(sites="blocks.9.*")], RecipeError, "no site is left for the rule 'blocks.9"),
+        ([Rule(), Rule(sites="blocks.0.*")], RecipeError, "convert.1: no site is left"),
+        ([Rule(options={"dim": 3})], RecipeError, "has no option 'dim'"),
+    ],
+)
+def test_bad_rules(rules: list[Rule], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        make_plan(build("vit_tiny_patch16_224", img_size=64, **SMALL), rules)
+
+
+def test_what_cannot_be_converted() -> None:
+    model = build("vit_tiny_patch16_224", img_size=64, **SMALL)
+    with pytest.raises(UnknownNameError, match="Did you mean 'relu'"):
+        linearize(model, "relu6")
+    with pytest.raises(SurgeryError, match="converted already"):
+        linearize(linearize(model, "relu"), "elu")
+    with pytest.raises(SurgeryError, match="no softmax attention"):
+        linearize(timm.create_model("test_resnet"), "relu")
+
+
+def test_audit_finds_what_went_wrong() -> None:
+    model = build("vit_tiny_patch16_224", img_size=64, **SMALL)
+    plan = make_plan(model, [Rule()])
+    source = model.state_dict()
+    changed = apply_plan(model, plan)
+    changed.blocks[0].mlp.fc1.weight.data.add_(1)
+    with pytest.raises(SurgeryError, match=r"nothing was trained, yet .*blocks.0.mlp.fc1.weight"):
+        audit(source, changed, plan, trained=False)
+    assert audit(source, changed, plan, trained=True).trained == ("blocks.0.mlp.fc1.weight",)
+    with pytest.raises(SurgeryError, match="weights of the source are missing: extra"):
+        audit({**source, "extra": torch.zeros(1)}, changed, plan, trained=True)
+    half = apply_plan(model, make_plan(model, [Rule(sites="blocks.[012].*")]))
+    with pytest.raises(SurgeryError, match="1 N x N softmax attentions ran, but the plan keeps 0"):
+        audit(source, half, plan, trained=False)
+    changed.head_extra = nn.Linear(2, 2)
+    with pytest.raises(SurgeryError, match="new weights outside the operators"):
+        audit(source, changed, plan, trained=True)
+
+
+def test_copies_are_independent() -> None:
+    """The grid reference and its hook are copied together, so a copy never reads another model's grid."""
+    model = linearize(build("vit_tiny_patch16_224", img_size=64, dynamic_img_size=True, **SMALL), "relu").eval()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        model(torch.randn(1, 3, 64, 64))
+        twin(torch.randn(1, 3, 32, 96))
+    assert sites_of(model)["blocks.0.attn"].grid_ref.grid == (4, 4)
+    assert sites_of(twin)["blocks.0.attn"].grid_ref.grid == (2, 6)
+
+
+def test_shapes_are_checked_under_test() -> None:
+    from vit2linear.losses import Outputs
+
+    with pytest.raises(jaxtyping.TypeCheckError):
+        OPERATORS.get("relu").features(None, torch.zeros(1, 2, 3, 4), torch.zeros(2, 3), None)  # type: ignore[arg-type]
+    assert Outputs().tokens is None and F is not None
