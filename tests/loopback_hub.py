@@ -12,14 +12,17 @@ import base64
 import hashlib
 import json
 import re
-import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
 OWNER = "loopback-user"
+Answer = tuple[int, Any, dict[str, str]]
+"""Status, body (bytes, or what becomes JSON) and headers."""
+
 _API = re.compile(
     r"/api/(model|dataset)s/([^/]+/[^/]+)(?:/(revision|preupload|commit|tree|paths-info)/([^/]+)(/.*)?)?$"
 )
@@ -49,6 +52,13 @@ class Repo:
         """The commit that ``main`` means."""
         return next(reversed(self.commits))
 
+    def resolve(self, revision: str) -> str:
+        """The commit of a revision as it stands in an address."""
+        commit = self.head if revision == "main" else unquote(revision)
+        if commit not in self.commits:
+            raise _RefusedError(404, "RevisionNotFound", f"Invalid rev id: {commit}")
+        return commit
+
     def commit(self, files: dict[str, bytes]) -> str:
         """Add a commit that holds ``files`` and return its id, which no earlier commit has."""
         digest = hashlib.sha1(f"{self.kind} {self.id} {len(self.commits)}".encode())
@@ -76,8 +86,7 @@ class LoopbackHub:
         self._repos: dict[tuple[str, str], Repo] = {}
         self._failures: list[tuple[str, re.Pattern[str], list[int]]] = []
         self._lock = threading.Lock()
-        handler = type("Handler", (_Handler,), {"hub": self})
-        self._server = _Server(("127.0.0.1", 0), handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     @property
@@ -116,8 +125,8 @@ class LoopbackHub:
         """Answer the next requests that match with these statuses, one each, before any other rule."""
         self._failures.append((method, re.compile(path_pattern), list(statuses)))
 
-    def answer(self, method: str, path: str, body: bytes, authorization: str | None) -> tuple[int, Any, dict[str, str]]:
-        """Status, body (bytes, or what becomes JSON) and headers."""
+    def answer(self, method: str, path: str, body: bytes, authorization: str | None) -> Answer:
+        """Log a request and answer it."""
         with self._lock:
             self.requests.append(Request(method, path, authorization is not None))
             for wanted, pattern, statuses in self._failures:
@@ -132,21 +141,14 @@ class LoopbackHub:
             except _RefusedError as refused:
                 return refused.status, {"error": str(refused)}, refused.headers
 
-    def _route(self, method: str, path: str, body: bytes, known: bool) -> tuple[int, Any, dict[str, str]]:
+    def _route(self, method: str, path: str, body: bytes, known: bool) -> Answer:
         address = urlsplit(path)
         if match := _FILE.match(address.path):
-            repo = self._find(match[1] or "model", match[2], known)
-            if repo.gated:
-                raise _RefusedError(403 if known else 401, "GatedRepo", f"Access to {repo.id} is restricted.")
-            commit, name = self._revision(repo, match[3]), unquote(match[4])
-            if name not in repo.commits[commit]:
-                raise _RefusedError(404, "EntryNotFound", "Entry not found", **{"X-Repo-Commit": commit})
-            data = repo.commits[commit][name]
-            return 200, data, {"ETag": f'"{_blob_id(data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+            return self._file(self._find(match[1] or "model", match[2], known), match[3], unquote(match[4]), known)
         if match := _API.match(address.path):
             kind, repo_id, action, revision, rest = match.groups()
             repo = self._find(kind, repo_id, known)
-            commit = self._revision(repo, revision or "main")
+            commit = repo.resolve(revision or "main")
             if (method, action) in {("POST", "preupload"), ("POST", "commit")}:
                 self._may_write(repo_id.split("/")[0], known)
                 return 200, self._preupload(repo, body) if action == "preupload" else self._commit(repo, body), {}
@@ -172,17 +174,20 @@ class LoopbackHub:
             return self._create(json.loads(body), known)
         raise _RefusedError(404, "", f"no such page: {method} {address.path}")
 
+    def _file(self, repo: Repo, revision: str, name: str, known: bool) -> Answer:
+        if repo.gated:
+            raise _RefusedError(403 if known else 401, "GatedRepo", f"Access to {repo.id} is restricted.")
+        commit = repo.resolve(revision)
+        if name not in repo.commits[commit]:
+            raise _RefusedError(404, "EntryNotFound", "Entry not found", **{"X-Repo-Commit": commit})
+        data = repo.commits[commit][name]
+        return 200, data, {"ETag": f'"{_blob_id(data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+
     def _find(self, kind: str, repo_id: str, known: bool) -> Repo:
         repo = self._repos.get((kind, unquote(repo_id)))
         if repo is None or (repo.private and not known):
             raise _RefusedError(404 if known else 401, "RepoNotFound", "Repository not found")
         return repo
-
-    def _revision(self, repo: Repo, revision: str) -> str:
-        commit = repo.head if revision == "main" else unquote(revision)
-        if commit not in repo.commits:
-            raise _RefusedError(404, "RevisionNotFound", f"Invalid rev id: {commit}")
-        return commit
 
     def _may_write(self, owner: str, known: bool) -> None:
         if not known:
@@ -190,7 +195,7 @@ class LoopbackHub:
         if owner != OWNER:
             raise _RefusedError(403, "", f"You don't have the rights to write under the namespace {owner!r}.")
 
-    def _create(self, request: dict[str, Any], known: bool) -> tuple[int, Any, dict[str, str]]:
+    def _create(self, request: dict[str, Any], known: bool) -> Answer:
         owner, kind = request.get("organization") or OWNER, request.get("type") or "model"
         self._may_write(owner, known)
         repo_id = f"{owner}/{request['name']}"
@@ -233,10 +238,8 @@ def _blob_id(data: bytes) -> str:
 def _entries(files: dict[str, bytes]) -> dict[str, dict[str, Any]]:
     """Files and the folders above them, as the tree and paths-info routes describe them."""
     parents = {path.rsplit("/", n)[0] for path in files for n in range(1, path.count("/") + 1)}
-    entries: dict[str, dict[str, Any]] = {p: {"type": "directory", "oid": "0" * 40, "path": p} for p in parents}
-    for path, data in files.items():
-        entries[path] = {"type": "file", "oid": _blob_id(data), "size": len(data), "path": path}
-    return entries
+    folders: dict[str, dict[str, Any]] = {p: {"type": "directory", "oid": "0" * 40, "path": p} for p in parents}
+    return folders | {p: {"type": "file", "oid": _blob_id(d), "size": len(d), "path": p} for p, d in files.items()}
 
 
 def _description(repo: Repo, commit: str) -> dict[str, Any]:
@@ -249,19 +252,15 @@ def _description(repo: Repo, commit: str) -> dict[str, Any]:
     return {**fields, "disabled": False, "tags": [], "siblings": siblings, "cardData": card}
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing about clients that end without closing their connections."""
-        if not isinstance(sys.exception(), ConnectionError):
-            super().handle_error(request, client_address)
-
-
 class _Handler(BaseHTTPRequestHandler):
     hub: LoopbackHub
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
+
+    def handle(self) -> None:
+        # Clients end without closing their connections.
+        with suppress(ConnectionError):
+            super().handle()
 
     def _answer(self) -> None:
         # Read even where it is not wanted: the connection is kept for the next request.
@@ -273,10 +272,9 @@ class _Handler(BaseHTTPRequestHandler):
             first, last = int(wanted[1]), min(int(wanted[2] or len(data) - 1), len(data) - 1)
             headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
             status, data = 206, data[first : last + 1]
+        kind = "application/octet-stream" if isinstance(value, bytes) else "application/json"
         self.send_response(status)
-        is_file = isinstance(value, bytes)
-        headers = {"Content-Type": "application/octet-stream" if is_file else "application/json", **headers}
-        for name, text in {**headers, "Content-Length": str(len(data))}.items():
+        for name, text in {"Content-Type": kind, "Content-Length": str(len(data)), **headers}.items():
             self.send_header(name, text)
         self.end_headers()
         if self.command != "HEAD":

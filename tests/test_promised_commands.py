@@ -71,7 +71,8 @@ class User:
         dropped = ("HF_", "HUGGING_FACE_", "TRANSFORMERS_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
         env: dict[str, str | None] = {k: v for k, v in os.environ.items() if not k.upper().startswith(dropped)}
         env |= {"HF_ENDPOINT": self.hub.url, "HF_HOME": str(self.home / "cache"), "HF_TOKEN": self.hub.token}
-        env |= {"HF_HUB_DISABLE_TELEMETRY": "1", **self.hub.proxy_env, **settings}
+        # One thread: on a busy machine several spend their time waiting for each other over so tiny a model.
+        env |= {"HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1", **self.hub.proxy_env, **settings}
         given = {k: v for k, v in env.items() if v is not None}
         done = subprocess.run(
             args, cwd=self.folder, env=given, capture_output=True, text=True, timeout=200, check=False

@@ -26,6 +26,7 @@ from vit2linear.errors import ArtifactError, SourceError
 WEIGHTS, CONFIG, RECIPE, REPORT, CARD = "model.safetensors", "config.json", "recipe.toml", "report.json", "README.md"
 FILES = [WEIGHTS, CONFIG, RECIPE, REPORT, CARD]
 """All that an artifact consists of, and all that is ever uploaded."""
+LABELS = ("label_names", "label_descriptions")
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,12 @@ def write(
         with _sibling(folder) as temporary:
             weights = {k: v.detach().contiguous() for k, v in student.state_dict().items()}
             save_file(weights, temporary / WEIGHTS, metadata={"format": "pt"})
-            timm.models._hub.save_config_for_hf(student, str(temporary / CONFIG), data_config=data_config)
+            names = {k: student.pretrained_cfg[k] for k in LABELS if k in student.pretrained_cfg}  # type: ignore
+            timm.models._hub.save_config_for_hf(student, str(temporary / CONFIG), names, data_config=data_config)
             _without_num_classes(temporary / CONFIG)
             (temporary / RECIPE).write_text(recipe, "utf-8")
-            (temporary / REPORT).write_text(json.dumps(report, indent=2) + "\n", "utf-8")
+            written = json.dumps(report, indent=2)
+            (temporary / REPORT).write_text(written + "\n", "utf-8")
             (temporary / CARD).write_text(card, "utf-8")
             _compare(student, temporary, data_config["input_size"])
             _move(temporary, folder)
@@ -97,7 +100,7 @@ def write(
         raise ArtifactError(
             f"cannot write {str(folder)!r}: {error}.", "Free space or choose another --output."
         ) from error
-    return Artifact(f"local-dir:{folder}", report, folder)
+    return Artifact(f"local-dir:{folder}", json.loads(written), folder)
 
 
 def open_artifact(name: str | None, revision: str | None = None) -> Artifact:

@@ -1,7 +1,8 @@
 """Distillation losses by name: one decorated function each, from what student and teacher computed to a scalar.
 
 Every loss is unit-free (scaled by the teacher's own energy, or an angle, or nats), so that weights mean the same on
-every model, and is computed in float32 whatever the autocast type.
+every model; a mean over images, so that a batch may be shared among processes; and computed in float32 whatever the
+autocast type.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ def total_loss(weights: Mapping[str, float], student: Outputs, teacher: Outputs)
 
 
 def unexplained(student: Tensor, teacher: Tensor) -> Tensor:
-    """Squared error as a fraction of the teacher's energy: 0 is equal, 1 is as bad as answering zero."""
-    s, t = student.float(), teacher.float()
-    return (s - t).square().sum() / t.square().sum().clamp_min(1e-12)
+    """Squared error as a fraction of the teacher's energy, mean over images: 0 is equal, 1 as bad as answering zero."""
+    s, t = student.float().flatten(1), teacher.float().flatten(1)
+    return ((s - t).square().sum(1) / t.square().sum(1).clamp_min(1e-12)).mean()
 
 
 @loss
@@ -74,7 +75,7 @@ def feature(student: Outputs, teacher: Outputs) -> Tensor:
     assert student.tokens is not None and teacher.tokens is not None
     assert student.pooled is not None and teacher.pooled is not None
     s, t = student.tokens.float(), teacher.tokens.float()
-    rms = t.square().mean().sqrt().clamp_min(1e-6)
+    rms = t.square().mean((1, 2), keepdim=True).sqrt().clamp_min(1e-6)
     angle = 1 - F.cosine_similarity(s, t, dim=-1).mean()
     pooled = 1 - F.cosine_similarity(student.pooled.float(), teacher.pooled.float(), dim=-1).mean()
     return 0.9 * angle + 0.1 * F.smooth_l1_loss(s / rms, t / rms) + pooled

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from vit2linear.attention import sites_of
+from vit2linear.data import Batch
+from vit2linear.distill.loop import parameter_groups, run_stage, split_steps
+from vit2linear.distill.tasks import ModelTask, SiteTask, run
+from vit2linear.errors import DistillError, UnknownNameError
+from vit2linear.losses import LOSSES, Outputs, check_losses, total_loss, unexplained
+from vit2linear.recipe import ATTENTION_STAGE, FEATURE_STAGE, OPERATORS, DistillOptions
+from vit2linear.reporting import Progress, Reporter
+from vit2linear.surgery import linearize
+
+OPTIONS = DistillOptions(warmup=0.1)
+
+
+class Quiet(Reporter):
+    def __init__(self) -> None:
+        self.seen: list[Progress] = []
+
+    def progress(self, progress: Progress) -> None:
+        self.seen.append(progress)
+
+
+def pair(op: str = "relu", **args: Any) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    size = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 3, "num_classes": 5} | args
+    source = timm.create_model("vit_tiny_patch16_224", **size).eval()
+    for parameter in source.parameters():  # peaked attention, so that there is something to recover
+        parameter.data.mul_(2 if parameter.ndim == 2 else 1)
+    for block in source.blocks:
+        block.attn.qkv.weight.data[:96] *= 6
+    return linearize(source, "softmax").eval(), linearize(source, op).eval()
+
+
+def batches(steps: int, size: int = 8) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    batch = torch.randn(size, 3, 32, 32, generator=generator), torch.zeros(size)
+    return [batch] * steps
+
+
+def train(stage: str, teacher: nn.Module, student: nn.Module, steps: int = 30, **changes: Any) -> Quiet:
+    reporter = Quiet()
+    options = replace(OPTIONS, **changes)
+    losses = getattr(options, stage).losses
+    run_stage(stage, teacher, student, iter(batches(steps)), steps, options, losses, Accelerator(cpu=True), reporter)
+    return reporter
+
+
+@pytest.mark.parametrize("op", OPERATORS.names())
+@pytest.mark.parametrize("stage", ["attention", "feature"])
+def test_losses_fall_and_the_teacher_stays(stage: str, op: str) -> None:
+    teacher, student = pair(op)
+    before = copy.deepcopy(teacher.state_dict())
+    reporter = train(stage, teacher, student)
+    first, last = reporter.seen[0].loss, sum(p.loss for p in reporter.seen[-3:]) / 3
+    if op == "softmax":
+        assert first < 1e-6, "the student is the teacher"
+    else:
+        assert last < 0.8 * first
+    assert all(torch.equal(before[k], v) for k, v in teacher.state_dict().items())
+    assert not teacher.training and not student.training
+    assert [p.step for p in reporter.seen] == list(range(1, 31)) and reporter.seen[-1].seconds_left == 0
+
+
+def test_stage_attention_trains_the_attention_and_nothing_else() -> None:
+    teacher, student = pair()
+    before = copy.deepcopy(student.state_dict())
+    train("attention", teacher, student, 3)
+    changed = {k for k, v in student.state_dict().items() if not torch.equal(before[k], v)}
+    assert changed == {k for k in before if ".attn." in k}
+    train("feature", teacher, student, 3)
+    changed = {k for k, v in student.state_dict().items() if not torch.equal(before[k], v)}
+    assert changed == set(before)
+
+
+def test_stage_attention_gradients_are_those_of_replayed_sites() -> None:
+    """Against the plain way: keep the teacher's inputs, then replay every site with autograd."""
+    teacher, student = pair()
+    x = batches(1)[0][0]
+    inputs: dict[str, Tensor] = {}
+    hooks = [
+        m.register_forward_pre_hook(lambda _, args, path=path: inputs.update({path: args[0]}))
+        for path, m in sites_of(teacher).items()
+    ]
+    with torch.no_grad():
+        target = run(teacher, x, sites_of(teacher))
+    for hook in hooks:
+        hook.remove()
+    sites = sites_of(student)
+    loss = torch.stack([unexplained(sites[p](inputs[p]), target.sites[p]) for p in sites]).mean()
+    loss.backward()
+    wanted = {k: p.grad.clone() for k, p in student.named_parameters() if p.grad is not None}
+    student.zero_grad()
+    mine = SiteTask(teacher, student, ATTENTION_STAGE.losses).backward(Accelerator(cpu=True), x)
+    torch.testing.assert_close(mine, loss.detach())
+    for name, parameter in student.named_parameters():
+        if name in wanted:
+            torch.testing.assert_close(parameter.grad, wanted[name])
+        else:
+            assert parameter.grad is None
+
+
+def test_stage_attention_sets_the_grid_from_the_teacher() -> None:
+    teacher, student = pair(dynamic_img_size=True)
+    SiteTask(teacher, student, ATTENTION_STAGE.losses).backward(Accelerator(cpu=True), torch.randn(2, 3, 16, 48))
+    assert sites_of(student)["blocks.0.attn"].grid_ref.grid == (2, 6)
+
+
+def test_the_same_seed_gives_the_same_weights() -> None:
+    results = []
+    for _ in range(2):
+        teacher, student = pair()
+        train("attention", teacher, student, 4)
+        train("feature", teacher, student, 4)
+        results.append(student.state_dict())
+    assert all(torch.equal(results[0][k], results[1][k]) for k in results[0])
+
+
+def test_parameter_groups() -> None:
+    _, student = pair()
+    groups = parameter_groups(student, FEATURE_STAGE)
+    assert sum(p.numel() for g in groups for p in g["params"]) == sum(p.numel() for p in student.parameters())
+    assert {g["weight_decay"] for g in groups if g["params"][0].ndim < 2} == {0.0}
+    attention = parameter_groups(student, ATTENTION_STAGE)
+    inside = sum(p.numel() for site in sites_of(student).values() for p in site.parameters())
+    assert sum(p.numel() for g in attention for p in g["params"]) == inside
+    with pytest.raises(DistillError, match="nothing would be trained"):
+        parameter_groups(student, replace(ATTENTION_STAGE, lr=0.0))
+
+
+@pytest.mark.parametrize(("total", "wanted"), [(0, (0, 0)), (1, (0, 1)), (10, (3, 7)), (20000, (6000, 14000))])
+def test_steps_are_split_by_the_shares(total: int, wanted: tuple[int, int]) -> None:
+    assert tuple(split_steps(OPTIONS, total).values()) == wanted
+
+
+def test_a_loss_that_is_not_finite_names_stage_step_and_site() -> None:
+    teacher, student = pair()
+    student.blocks[1].attn.proj.weight.data[0, 0] = float("nan")
+    with pytest.raises(DistillError, match=r"stage attention, step 1 of 2: the loss at site 'blocks.1.attn' is nan"):
+        train("attention", teacher, student, 2)
+    with pytest.raises(DistillError, match="stage feature, step 1 of 2: the loss is nan"):
+        train("feature", teacher, student, 2)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_vanish_at_the_teacher_and_do_not_depend_on_its_units(name: str) -> None:
+    torch.manual_seed(0)
+
+    def outputs(scale: float = 1.0) -> Outputs:
+        return Outputs(
+            {"a": scale * torch.randn(2, 5, 8)},
+            scale * torch.randn(2, 5, 8),
+            scale * torch.randn(2, 8),
+            torch.randn(2, 3),
+        )
+
+    def scaled(o: Outputs) -> Outputs:
+        assert o.tokens is not None and o.pooled is not None
+        return Outputs({p: 100 * y for p, y in o.sites.items()}, 100 * o.tokens, 100 * o.pooled, o.logits)
+
+    student, teacher = outputs(), outputs()
+    value = LOSSES[name](student, teacher)
+    assert value.ndim == 0 and value > 0.01
+    assert LOSSES[name](teacher, teacher).abs() < 1e-6
+    torch.testing.assert_close(LOSSES[name](scaled(student), scaled(teacher)), value, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(total_loss({name: 3.0}, student, teacher), 3 * value)
+
+
+def test_loss_names_are_checked() -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean 'logits'"):
+        check_losses({"feature": 1.0, "logit": 1.0})
+
+
+def test_headless_models_have_no_logits() -> None:
+    teacher, student = pair(num_classes=0)
+    assert run(teacher, batches(1)[0][0], {}).logits is None
+    loss = {"feature": 1.0, "site_output": 0.1}
+    task = ModelTask(teacher, student, loss)
+    task.prepare(Accelerator(cpu=True))
+    assert task.backward(Accelerator(cpu=True), batches(1)[0][0]).isfinite()
+    assert all(p.grad is not None for p in student.parameters())
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_learns(checkpoint: Path, flat_folder: Path, tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    from safetensors.torch import load_file
+
+    args = ["convert", str(checkpoint), "--op", "relu", "--data", str(flat_folder), "--distill-steps", "5", "-b", "8"]
+    for name, launch in (("one", ["-m"]), ("two", ["-m", "torch.distributed.run", "--nproc_per_node", "2", "-m"])):
+        command = [sys.executable, *launch, "vit2linear", *args, "--output", str(tmp_path / name), "--device", "cpu"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("after stage feature") == 1, "only the main process speaks"
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    # Adam divides by the gradients' size, so rounding grows to a small part of the learning rate (1e-3 at most).
+    assert max((one[k] - two[k]).abs().max() for k in one) < 1e-4
