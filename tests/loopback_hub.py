@@ -208,11 +208,11 @@ class LoopbackHub:
         return 200, answer, {}
 
     def _preupload(self, repo: Repo, body: bytes) -> dict[str, Any]:
-        present = repo.commits[repo.head]
-        paths = [file["path"] for file in json.loads(body)["files"]]
+        present = {path: _blob_id(data) for path, data in repo.commits[repo.head].items()}
         # Never "lfs": the client then puts every byte into the commit, and no storage server is needed.
         common = {"uploadMode": "regular", "shouldIgnore": False}
-        return {"files": [{"path": p, "oid": _blob_id(present[p]) if p in present else None, **common} for p in paths]}
+        paths = [file["path"] for file in json.loads(body)["files"]]
+        return {"files": [{"path": path, "oid": present.get(path), **common} for path in paths]}
 
     def _commit(self, repo: Repo, body: bytes) -> dict[str, Any]:
         files = dict(repo.commits[repo.head])
@@ -223,9 +223,8 @@ class LoopbackHub:
                 raise _RefusedError(412, "", "A commit has happened since. Please refresh and try again.")
             if key == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
-            elif key in ("deletedFile", "deletedFolder"):
-                gone = value["path"].rstrip("/")
-                files = {p: d for p, d in files.items() if p != gone and not p.startswith(f"{gone}/")}
+            elif key == "deletedFile":
+                files.pop(value["path"], None)
         commit = repo.commit(files)
         return {"success": True, "commitOid": commit, "commitUrl": f"{self.url}/{repo.id}/commit/{commit}"}
 
@@ -280,7 +279,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(data)
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_CONNECT = _answer  # noqa: N815
+    do_GET = do_HEAD = do_POST = do_CONNECT = _answer  # noqa: N815
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Nothing on stderr; ``LoopbackHub.requests`` is the log."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,7 +78,7 @@ def open_judge(
     device: torch.device | None = None,
     seed: int = 0,
 ) -> Judge:
-    """Open an image set, decode one image of each split as a probe, and match its classes with the model's.
+    """Open an image set, decode one image as a probe, and match its classes with the model's.
 
     Raises:
         DataError: no images, an undecodable one, or classes that do not match.
@@ -87,6 +86,6 @@ def open_judge(
     sets = open_images(path, seed, held_out)
     classes = None if ignore_labels else sets.validation.classes
     class_map = match_classes(classes, labels, num_classes, sets.validation.name)
-    for images in (sets.train, sets.validation):
-        next(itertools.islice(eval_batches(images, eval_view(data_config), 1, 1, 0), 1))
+    # The validation images only: a training stream would fill its shuffle buffer for one image.
+    next(eval_batches(sets.validation, eval_view(data_config), 1, 1, 0))
     return Judge(sets, data_config, class_map, batch_size, workers, limit, device or torch.device("cpu"), seed)

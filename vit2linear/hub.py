@@ -40,12 +40,12 @@ def friendly_errors(what: str) -> Iterator[None]:
     try:
         yield
     except errors.GatedRepoError as error:
-        hint = (
+        terms = (
             f"Accept the terms at {constants.ENDPOINT}/{what} with your account, then retry."
             if hf.get_token()
             else f"Accept the terms at {constants.ENDPOINT}/{what}, then log in with 'hf auth login' or set HF_TOKEN."
         )
-        raise GatedSourceError(f"{what!r} is gated and this account has no access.", hint) from error
+        raise GatedSourceError(f"{what!r} is gated and this account has no access.", terms) from error
     except errors.RevisionNotFoundError as error:
         raise SourceNotFoundError(f"{what!r} has no such revision.", "Check --revision.") from error
     except errors.RepositoryNotFoundError as error:
@@ -70,7 +70,9 @@ def friendly_errors(what: str) -> Iterator[None]:
             "Check the connection (or HF_ENDPOINT); cached repositories and local folders work without it.",
         ) from error
     except errors.HfHubHTTPError as error:
-        raise SourceError(f"the Hub refused to serve {what!r}: {_first_line(error)}.") from error
+        unauthorized = error.response is not None and error.response.status_code == 401
+        hint = "The token is not valid: run 'hf auth login', or unset HF_TOKEN." if unauthorized else None
+        raise SourceError(f"the Hub refused to serve {what!r}: {_first_line(error)}.", hint) from error
 
 
 def repo_info(repo: str, revision: str | None = None) -> RepoInfo:
@@ -104,39 +106,44 @@ def upload(folder: Path, repo: str, files: list[str], message: str, private: boo
     """Create ``repo`` if needed, upload exactly ``files`` of ``folder``, and return the address.
 
     Raises:
-        PublishError: not logged in, no permission, refused or unreachable.
+        PublishError: not logged in, no permission, refused, unreachable, or public where private was asked for.
     """
-    again = f"Nothing is lost: run 'vit2linear push {folder} {repo}' again."
-    try:
+    with _publishing(f"Nothing is lost: run 'vit2linear push {folder.name} {repo}' again."):
         api = hf.HfApi()
         api.create_repo(repo, exist_ok=True, private=private)
+        if private and not api.model_info(repo).private:
+            raise PublishError(f"{repo!r} exists and is public.", "Choose another name, or make it private on the Hub.")
         api.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=files, commit_message=message)
-    except errors.LocalTokenNotFoundError as error:
-        raise PublishError("you are not logged in to the Hub.", "Run 'hf auth login' or set HF_TOKEN.") from error
-    except errors.HFValidationError as error:
-        raise PublishError(f"{repo!r} is not a valid Hub id: {_first_line(error)}.", "Use owner/name.") from error
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else None
-        hints = {
-            401: "Run 'hf auth login' or set HF_TOKEN to a token with write access.",
-            403: f"The token may not write to {repo!r}: check its scopes and the owner's name.",
-        }
-        raise PublishError(f"the Hub refused: {_first_line(error)}.", hints.get(status or 0, again)) from error
-    except (httpx.TransportError, ConnectionError) as error:
-        raise PublishError(
-            f"the Hub at {constants.ENDPOINT} cannot be reached: {_first_line(error)}.", again
-        ) from error
     return f"{constants.ENDPOINT}/{repo}"
 
 
 def account() -> str:
     """The name that is logged in, for a repository id without an owner."""
-    try:
+    with _publishing("Try again, or name the repository: OWNER/NAME."):
         return str(hf.HfApi().whoami()["name"])
-    except (errors.LocalTokenNotFoundError, errors.HfHubHTTPError) as error:
-        raise PublishError("you are not logged in to the Hub.", "Run 'hf auth login' or set HF_TOKEN.") from error
+
+
+@contextmanager
+def _publishing(again: str) -> Iterator[None]:
+    """Turn the Hub client's errors about writing into ours; ``again`` is what to do about a passing failure."""
+    login = "Run 'hf auth login' or set HF_TOKEN."
+    try:
+        yield
+    except errors.LocalTokenNotFoundError as error:
+        raise PublishError("you are not logged in to the Hub.", login) from error
+    except errors.HFValidationError as error:
+        raise PublishError(f"not a valid Hub id: {_first_line(error)}.", "Use owner/name.") from error
+    except errors.OfflineModeIsEnabled as error:
+        raise PublishError("HF_HUB_OFFLINE is set, so nothing can be uploaded.", "Unset it.") from error
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else None
+        hints = {
+            401: f"The token is missing or not valid. {login}",
+            403: "The token may not write there: check its scopes.",
+        }
+        raise PublishError(f"the Hub refused: {_first_line(error)}.", hints.get(status or 0, again)) from error
     except (httpx.TransportError, ConnectionError) as error:
-        raise PublishError(f"the Hub at {constants.ENDPOINT} cannot be reached.", "Check the connection.") from error
+        raise PublishError(f"the Hub at {constants.ENDPOINT} cannot be reached.", again) from error
 
 
 def _first_line(error: Exception) -> str:

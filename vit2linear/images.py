@@ -7,6 +7,7 @@ the encoded bytes, so that a held-out image is chosen by its content.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -176,7 +177,7 @@ def open_images(path: str, seed: int = 0, held_out: str | None = None) -> ImageS
             splits = _tables(path, folder)
         else:
             splits = _folders(path, folder)
-    elif folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1:
+    elif folder.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
         raise DataError(f"--data: there is no folder {path!r}.", "Give a folder of images or a Hub id OWNER/DATASET.")
     else:
         splits = _hub(path, seed)

@@ -207,16 +207,24 @@ def to_toml(recipe: Recipe) -> str:
 
 
 def override(recipe: Recipe, **values: Any) -> Recipe:
-    """A copy with dotted keys replaced, written with ``__`` for the dot; ``None`` leaves a value as it is."""
+    """A copy with dotted keys replaced, written with ``__`` for the dot; ``None`` leaves a value as it is.
+
+    Raises:
+        RecipeError: a value of the wrong type.
+    """
+    table: dict[str, Any] = {}
     for key, value in values.items():
         if value is not None:
-            recipe = _replace(recipe, key.split("__"), value)
-    return recipe
-
-
-def _replace(node: Any, path: list[str], value: Any) -> Any:
-    child = value if len(path) == 1 else _replace(getattr(node, path[0]), path[1:], value)
-    return dataclasses.replace(node, **{path[0]: child})
+            *path, name = key.split("__")
+            node = table
+            for part in path:
+                node = node.setdefault(part, {})
+            node[name] = value
+    problems: list[str] = []
+    changed = _build(Recipe, table, recipe, "", problems)
+    _raise(problems, "recipe")
+    assert isinstance(changed, Recipe)
+    return changed
 
 
 def _plain(value: Any) -> Any:
@@ -234,6 +242,8 @@ def _build(kind: Any, value: Any, default: Any, where: str, problems: list[str])
     """``value`` as ``kind``; missing fields come from ``default``; what is wrong is appended to ``problems``."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
+        if type(value) is kind:
+            return value
         if isinstance(value, dict):
             return _build_dataclass(kind, value, default, where, problems)
     elif origin in (types.UnionType, typing.Union):
@@ -244,7 +254,7 @@ def _build(kind: Any, value: Any, default: Any, where: str, problems: list[str])
         problems.append(f"{where}: {value!r} is not one of {', '.join(map(repr, args))}")
         return default
     elif origin is tuple:
-        if isinstance(value, list):
+        if isinstance(value, list | tuple):
             return tuple(_build(args[0], v, args[0](), f"{where}.{i}", problems) for i, v in enumerate(value))
     elif origin is dict:
         if isinstance(value, dict):

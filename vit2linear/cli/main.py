@@ -23,10 +23,11 @@ app = typer.Typer(
 )
 
 
-def _version(value: bool) -> None:
+def _version(value: bool) -> bool:
     if value:
         typer.echo(__version__)
         raise typer.Exit
+    return value
 
 
 @app.callback()
