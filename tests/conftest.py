@@ -15,6 +15,7 @@ from PIL import Image
 from timm.models import save_for_hf
 from typer.testing import CliRunner
 
+from tests.hub_user import data_files, source_files, user  # noqa: F401  fixtures
 from vit2linear.cli.main import app
 
 

@@ -123,7 +123,9 @@ class RunOptions:
     """``[run]``: how to run."""
 
     seed: int = 0
+    """Of everything random; the same seed gives the same weights on the same machine."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """``auto`` is what accelerate finds."""
     precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """Autocast type; ``auto`` is bf16 on a GPU that has it, otherwise none."""
 

@@ -1,0 +1,78 @@
+"""Every code block of the documentation runs, and generated pages are fresh."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.conftest import Run, write_images
+from tests.hub_user import User
+from tests.loopback_hub import OWNER
+from vit2linear.recipe import parse_recipe, read_recipe
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# What sets up the environment that the tests run in already; `make` and CI run it on a clean clone.
+SETUP = ("git clone", "cd ", "make ", "pip install", "python scripts/")
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    return BLOCK.findall(page.read_text("utf-8"))
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_docs", ROOT / "scripts" / "make_docs.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_pages_are_fresh() -> None:
+    made = generator()
+    for name, text in (("cli.md", made.cli_page()), ("recipes.md", made.recipes_page())):
+        assert (ROOT / "docs" / name).read_text("utf-8") == text, "run python scripts/make_docs.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "cli.md"], ids=lambda p: p.name)
+def test_blocks_run(page: Path, user: User) -> None:
+    """Commands as typed but for the number of steps, at a Hub on loopback; then the Python blocks as one script."""
+    write_images(user.folder / "IMAGES", 6, seed=3)
+    script = ""
+    for language, text in blocks(page):
+        assert language in ("bash", "python", "toml", "text", "console"), f"{page.name}: a block of {language!r}"
+        if language == "toml":
+            parse_recipe(text)
+        if language == "python":
+            script += text
+        if language == "bash":
+            for line in text.splitlines():
+                command = line.split("#")[0].strip()
+                if command and not command.startswith(SETUP):
+                    command = re.sub(r"--distill-steps \d+", "--distill-steps 2", command)
+                    if command.startswith("vit2linear convert") and "--overwrite" not in command:
+                        command += " --overwrite"
+                    user.run(command.replace("recipes/", f"{ROOT}/recipes/"))
+    if script:
+        user.execute([sys.executable, "-W", "error::UserWarning", "-c", script.replace("YOUR-NAME", OWNER)])
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda p: p.name)
+def test_recipes_run(path: Path, checkpoint: Path, flat_folder: Path, cli: Run) -> None:
+    """Each shipped recipe converts, with two steps of eight images."""
+    source = [] if read_recipe(path).source.model else [checkpoint, "--data", flat_folder]
+    small = ["--distill-steps", 2, "-b", 8, "-j", 0, "--num-samples", 16, "--device", "cpu", "-o", "out"]
+    assert "top-1" in cli("convert", *source, "--recipe", path, *small).stdout or source
+
+
+def test_links_lead_somewhere() -> None:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text("utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
