@@ -78,7 +78,7 @@ def main() -> None:
 def _defaults(section: str, kind: type) -> dict[str, object]:
     default = recipe.Recipe()
     if section.startswith("["):
-        return vars(kind())
+        return dict(vars(kind()))
     node: object = default
     for part in section.split("."):
         node = getattr(node, part)

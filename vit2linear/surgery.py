@@ -142,13 +142,13 @@ def apply(model: nn.Module, operators: dict[str, dict[str, Any]]) -> nn.Module:
     return model
 
 
-def linearize(model: nn.Module, op: str = "relu", **options: Any) -> nn.Module:
+def linearize(model: nn.Module, op: str = "relu", *, options: dict[str, Any] | None = None) -> nn.Module:
     """A converted copy of any timm model: surgery alone, no training, no files.
 
     Args:
         model: a timm Vision Transformer; it is not changed.
         op: operator for every site; ``softmax`` gives a model with the same outputs.
-        options: the operator's options.
+        options: the operator's own options.
 
     Returns:
         A new model, saved and loaded by timm's own functions wherever ``vit2linear`` is imported.
@@ -157,7 +157,7 @@ def linearize(model: nn.Module, op: str = "relu", **options: Any) -> nn.Module:
         UnknownNameError, RecipeError, SurgeryError
     """
     OPERATORS.check(op)
-    return apply_plan(model, make_plan(model, [Rule(op=op, options=options)]))
+    return apply_plan(model, make_plan(model, [Rule(op=op, options=options or {})]))
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
