@@ -215,7 +215,9 @@ def test_overwrite_replaces_at_the_last_moment(checkpoint: Path, class_folders: 
     options = recipe(checkpoint, class_folders, tmp_path / "a", distill__steps=0)
     first = convert(options)
     assert not first.report["stages"] and not first.report["audit"]["trained"]
-    broken = override(options, distill__steps=2, distill__attention=replace(options.distill.attention, lr=0.0))
+    broken = override(
+        options, distill__steps=2, distill__attention=replace(options.distill.attention, lr=0.0, lr_new=0.0)
+    )
     with pytest.raises(vit2linear.errors.DistillError):
         convert(broken, overwrite=True)
     assert open_artifact(str(tmp_path / "a")).report == first.report
@@ -235,6 +237,13 @@ def test_newest(checkpoint: Path, class_folders: Path, tmp_path: Path) -> None:
     assert newest(tmp_path) == tmp_path / "runs/new"
     with pytest.raises(ArtifactError, match="is not an artifact"):
         open_artifact(str(tmp_path))
+
+
+def test_another_image_size(checkpoint: Path, class_folders: Path, tmp_path: Path) -> None:
+    made = convert(recipe(checkpoint, class_folders, tmp_path / "a", source__img_size=48))
+    model = made.model()
+    assert model.pos_embed.shape[1] == 37 and tuple(model.pretrained_cfg["input_size"]) == (3, 48, 48)
+    assert evaluate(made, workers=0).agreement == made.report["evaluation"]["agreement"]
 
 
 def test_kept_sites_stay_softmax(checkpoint: Path, class_folders: Path, tmp_path: Path) -> None:

@@ -17,11 +17,12 @@ from vit2linear.distill.loop import parameter_groups, run_stage, split_steps
 from vit2linear.distill.tasks import ModelTask, SiteTask, run
 from vit2linear.errors import DistillError, UnknownNameError
 from vit2linear.losses import LOSSES, Outputs, check_losses, total_loss, unexplained
-from vit2linear.recipe import ATTENTION_STAGE, FEATURE_STAGE, OPERATORS, DistillOptions
+from vit2linear.recipe import OPERATORS, DistillOptions
 from vit2linear.reporting import Progress, Reporter
 from vit2linear.surgery import linearize
 
-OPTIONS = DistillOptions(warmup=0.1)
+OPTIONS = DistillOptions(warmup=0.1).at_width(384)
+ATTENTION_STAGE, FEATURE_STAGE = OPTIONS.attention, OPTIONS.feature
 
 
 class Quiet(Reporter):
@@ -136,7 +137,7 @@ def test_parameter_groups() -> None:
     inside = sum(p.numel() for site in sites_of(student).values() for p in site.parameters())
     assert sum(p.numel() for g in attention for p in g["params"]) == inside
     with pytest.raises(DistillError, match="nothing would be trained"):
-        parameter_groups(student, replace(ATTENTION_STAGE, lr=0.0))
+        parameter_groups(student, replace(ATTENTION_STAGE, lr=0.0, lr_new=0.0))
 
 
 @pytest.mark.parametrize(("total", "wanted"), [(0, (0, 0)), (1, (0, 1)), (10, (3, 7)), (20000, (6000, 14000))])

@@ -74,3 +74,9 @@ def test_recipe_needs_no_torch() -> None:
     code = "import sys, vit2linear; vit2linear.Recipe(); from vit2linear.recipe import parse_recipe\n"
     code += "parse_recipe('[run]\\nseed = 3'); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_learning_rates_follow_the_width() -> None:
+    options = override(Recipe(), distill__feature__lr=1e-4).distill.at_width(768)
+    assert (options.attention.lr, options.attention.lr_rest, options.attention.lr_new) == (5e-4, 0.0, 5e-3)
+    assert (options.feature.lr, options.feature.lr_rest, options.feature.lr_new) == (1e-4, 1e-4, 1e-3)

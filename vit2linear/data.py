@@ -56,7 +56,7 @@ def train_view(data_config: dict[str, Any], augment: str) -> View:
     transform = create_transform(
         input_size=data_config["input_size"],
         is_training=True,
-        scale=(0.35, 1.0),
+        scale=(0.7, 1.0),
         color_jitter=0.0,
         interpolation=data_config["interpolation"],
         mean=data_config["mean"],

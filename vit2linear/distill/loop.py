@@ -102,7 +102,7 @@ def parameter_groups(student: nn.Module, stage: Stage) -> list[dict[str, Any]]:
     A group whose learning rate is 0 is left out, so its weights stay bitwise as they were copied.
     """
     paths = tuple(f"{path}." for path in sites_of(student))
-    rates = {"attention": stage.lr, "new": stage.lr_new, "rest": stage.lr_rest}
+    rates = {"attention": stage.lr or 0.0, "new": stage.lr_new or 0.0, "rest": stage.lr_rest or 0.0}
     groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
     for name, parameter in student.named_parameters():
         kind = "rest" if not name.startswith(paths) else "new" if ".op." in name else "attention"
