@@ -156,7 +156,7 @@ def train_batches(
 
 
 def eval_batches(images: Images, view: View, batch_size: int, limit: int | None, workers: int) -> Iterator[Batch]:
-    """The first ``limit`` images in reading order (all of them for ``None``)."""
+    """All images, or ``limit`` of them: always the same random choice of a list, the first of a stream."""
     if isinstance(images, ImageStream):
         rows = itertools.islice(images.start(0), limit)
         while chunk := list(itertools.islice(rows, batch_size)):
@@ -164,7 +164,9 @@ def eval_batches(images: Images, view: View, batch_size: int, limit: int | None,
             yield torch.stack(pixels), torch.tensor([label for _, label in chunk])
         return
     count = images.size if limit is None else min(limit, images.size)
-    batches = [[(0, i) for i in range(a, min(a + batch_size, count))] for a in range(0, count, batch_size)]
+    # Not the first ones: class folders are sorted by class.
+    chosen = sorted(random.Random(0).sample(range(images.size), count))
+    batches = [[(0, i) for i in chosen[a : a + batch_size]] for a in range(0, count, batch_size)]
     dataset = Samples(images, view, 0)
     yield from DataLoader(dataset, batch_sampler=batches, num_workers=workers, generator=torch.Generator())
 

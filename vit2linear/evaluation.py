@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +12,11 @@ from torch import nn
 from vit2linear.classes import match_classes
 from vit2linear.compare import EvalReport, compare
 from vit2linear.data import Batch, eval_batches, eval_view
-from vit2linear.images import DEFAULT_SET, ImageList, ImageSets, open_images
+from vit2linear.images import DEFAULT_SET, Images, ImageSets, open_images
 from vit2linear.resolve import DEMO
 
 BANK_IMAGES = 5000
-"""At most so many training images are a headless model's neighbours."""
+"""At most so many training images are a headless model's neighbours; three for each image evaluated, if limited."""
 
 
 def default_images(source_name: str) -> str:
@@ -36,32 +35,28 @@ class Judge:
     workers: int
     limit: int | None
     device: torch.device
-    seed: int
 
     def __call__(self, teacher: nn.Module, student: nn.Module, limit: int | None = None) -> EvalReport:
         """Compare on the validation images, at most ``limit`` of them."""
         images = self.sets.validation
+        limit = limit or self.limit
         headless = not teacher.num_classes
         return compare(
             teacher,
             student,
-            self._batches(images, limit or self.limit),
+            self._batches(images, limit),
             images.name,
             self.device,
             class_map=self.class_map,
-            bank=self._bank() if headless and images.classes is not None else None,
+            bank=self._bank(limit) if headless and images.classes is not None else None,
         )
 
-    def _batches(self, images: Any, limit: int | None) -> Iterator[Batch]:
+    def _batches(self, images: Images, limit: int | None) -> Iterator[Batch]:
         return eval_batches(images, eval_view(self.data_config), self.batch_size, limit, self.workers)
 
-    def _bank(self) -> Iterator[Batch]:
-        """Training images as neighbours; drawn at random where they are sorted by class."""
-        train = self.sets.train
-        if isinstance(train, ImageList):
-            picked = random.Random(self.seed).sample(range(train.size), min(BANK_IMAGES, train.size))
-            return self._batches(train.subset(picked, train.name), None)
-        return self._batches(train, BANK_IMAGES)
+    def _bank(self, limit: int | None) -> Iterator[Batch]:
+        """Training images as neighbours."""
+        return self._batches(self.sets.train, BANK_IMAGES if limit is None else min(BANK_IMAGES, 3 * limit))
 
 
 def open_judge(
@@ -88,4 +83,4 @@ def open_judge(
     class_map = match_classes(classes, labels, num_classes, sets.validation.name)
     # The validation images only: a training stream would fill its shuffle buffer for one image.
     next(eval_batches(sets.validation, eval_view(data_config), 1, 1, 0))
-    return Judge(sets, data_config, class_map, batch_size, workers, limit, device or torch.device("cpu"), seed)
+    return Judge(sets, data_config, class_map, batch_size, workers, limit, device or torch.device("cpu"))
