@@ -186,6 +186,22 @@ class Operator(nn.Module, ABC):
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """Route the values."""
 
+    def landmarks(self, patches: int) -> int | None:
+        """How many landmarks at most a grid of so many patches is routed through; ``None``: the operator has none."""
+        return None
+
+    def order(self, ctx: AttentionContext) -> str:
+        """``linear`` or ``quadratic``: how the tokens of ``ctx`` would be routed."""
+        return "linear" if self.linear else "quadratic"
+
+    def evaluation(self, grid: tuple[int, int], num_prefix: int) -> str:
+        """Evaluation order, and number of landmarks, for a grid of patches; for the plan."""
+        patches = grid[0] * grid[1]
+        x = torch.empty(1, patches + num_prefix, self.geometry.width, device="meta")
+        landmarks = self.landmarks(patches)
+        text = f"{self.order(AttentionContext(x, grid, num_prefix))} order"
+        return text if landmarks is None else f"{text}, {landmarks} landmarks"
+
     def map(
         self,
         q: Float[Tensor, "batch heads queries head_dim"],

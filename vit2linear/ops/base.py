@@ -72,6 +72,14 @@ class KernelOperator(Operator):
             heads = order(phi_q, phi_k, self.split(v.to(wide)), ctx.key_mask)
             return self.gate(self.join(heads), ctx).to(v.dtype)
 
+    def order(self, ctx: AttentionContext) -> str:
+        """As ``prefers_quadratic`` decides from the shapes of the features; runs on the meta device."""
+        if not self.linear:
+            return "quadratic"
+        heads, width = self.geometry.num_heads, self.geometry.head_dim
+        q = torch.empty(ctx.x.shape[0], heads, ctx.x.shape[1], width, device=ctx.x.device)
+        return "quadratic" if self.prefers_quadratic(*self.features(q, q, ctx), self.split(q)) else "linear"
+
     def prefers_quadratic(self, phi_q: Tensor, phi_k: Tensor, v: Tensor) -> bool:
         """Whether forming the map costs less: N < 2 f d / (f + d) for N queries and keys."""
         queries, keys, width, value_dim = phi_q.shape[-2], phi_k.shape[-2], phi_q.shape[-1], v.shape[-1]
