@@ -1,13 +1,11 @@
-"""Write the generated pages, docs/cli.md and docs/recipes.md, from the facts that the code holds.
+"""Write the generated pages, docs/cli.md, docs/operators.md and docs/recipes.md, from the facts that the code holds.
 
 Run ``python scripts/make_docs.py``; a test fails while a page is stale.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
 import typing
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import typer.cli
 import typer.main
 
 from vit2linear import recipe
+from vit2linear.catalogue import attribute_docstrings, facts, type_name
 from vit2linear.cli.main import app
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -28,6 +27,17 @@ SECTIONS = [
     ("output", recipe.OutputOptions),
     ("run", recipe.RunOptions),
 ]
+OPERATORS_HEAD = """# Operators
+
+What can stand in place of the softmax. New parameters are those of one ViT-B attention module with default options;
+costs are multiplications of one head for N tokens of width d. `map` says whether the heads are a matrix of tokens by
+tokens times v. A kernel operator is evaluated in linear order, or in quadratic order where that costs less (few
+tokens); `vit2linear convert --dry-run` names the order for every site, and `vit2linear bench` measures it.
+
+Every operator takes the modifiers `--local dwc3` or `--local dwc5` (a depthwise convolution of the values on the patch
+grid, added to the patch rows, zero-initialised so that it is inert at first) and `--center-keys` (subtracts the mean
+key, which softmax does not see). Options go into a recipe: `options = { ... }` under `[[convert]]`.
+"""
 RECIPES_HEAD = """# Recipes
 
 A recipe is a TOML file with everything that a conversion depends on. Flags win over the recipe, the recipe over the
@@ -53,7 +63,7 @@ def recipes_page() -> str:
     for section, kind in SECTIONS:
         parts.append(f"## `[{section}]`\n\n| key | type | default | meaning |\n|---|---|---|---|")
         values = _defaults(section, kind)
-        texts = _attribute_docstrings(kind)
+        texts = attribute_docstrings(kind)
         hints = typing.get_type_hints(kind)
         for field in dataclasses.fields(kind):
             if dataclasses.is_dataclass(hints[field.name]):
@@ -69,8 +79,26 @@ def recipes_page() -> str:
     return "\n".join(parts).strip() + "\n"
 
 
+def operators_page() -> str:
+    """docs/operators.md."""
+    found = [facts(name) for name in recipe.OPERATORS.names()]
+    parts = [OPERATORS_HEAD, "| operator | family | new parameters | cost of a head | map | paper |\n|---|---|---|---|---|---|"]
+    for f in found:
+        cells = [f"[`{f['name']}`](#{f['name']})", *(f[k] for k in ("family", "parameters", "cost", "map", "reference"))]
+        parts.append(f"| {' | '.join(cells)} |")
+    for f in found:
+        text = f"\n## {f['name']}\n\n`{f['summary']}`\n\n{f['reference']}. {f['notes']}".rstrip()
+        parts.append(text)
+        if f["options"]:
+            parts.append("\n| option | type | default | meaning |\n|---|---|---|---|")
+            rows = ([f"`{x['name']}`", x["type"], f"`{x['default']}`", x["help"]] for x in f["options"])
+            parts += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(parts).strip() + "\n"
+
+
 def main() -> None:
-    """Write both pages."""
+    """Write the pages."""
+    (DOCS / "operators.md").write_text(operators_page(), "utf-8")
     (DOCS / "cli.md").write_text(cli_page(), "utf-8")
     (DOCS / "recipes.md").write_text(recipes_page(), "utf-8")
 
@@ -85,26 +113,8 @@ def _defaults(section: str, kind: type) -> dict[str, object]:
     return dict(vars(node))
 
 
-def _attribute_docstrings(kind: type) -> dict[str, str]:
-    """The string literal below each annotated field."""
-    (node,) = ast.parse(inspect.getsource(kind)).body
-    assert isinstance(node, ast.ClassDef)
-    texts = {}
-    for first, second in zip(node.body, node.body[1:], strict=False):
-        if isinstance(first, ast.AnnAssign) and isinstance(second, ast.Expr) and isinstance(second.value, ast.Constant):
-            assert isinstance(first.target, ast.Name)
-            texts[first.target.id] = " ".join(str(second.value.value).split())
-    return texts
-
-
 def _type(hint: object) -> str:
-    if typing.get_origin(hint) is typing.Literal:
-        return " or ".join(f"`{a}`" for a in typing.get_args(hint))
-    names = {int: "integer", float: "number", str: "string"}
-    for kind, name in names.items():
-        if hint is kind or hint == kind | None:
-            return name
-    return "table"
+    return type_name(hint).replace("'", "`")
 
 
 def _default(value: object) -> str:

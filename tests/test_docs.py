@@ -36,7 +36,8 @@ def generator() -> ModuleType:
 
 def test_generated_pages_are_fresh() -> None:
     made = generator()
-    for name, text in (("cli.md", made.cli_page()), ("recipes.md", made.recipes_page())):
+    pages = {"cli.md": made.cli_page(), "operators.md": made.operators_page(), "recipes.md": made.recipes_page()}
+    for name, text in pages.items():
         assert (ROOT / "docs" / name).read_text("utf-8") == text, "run python scripts/make_docs.py"
 
 
@@ -45,13 +46,12 @@ def test_generated_pages_are_fresh() -> None:
 def test_blocks_run(page: Path, user: User) -> None:
     """Commands as typed but for the number of steps, at a Hub on loopback; then the Python blocks as one script."""
     write_images(user.folder / "IMAGES", 6, seed=3)
-    script = ""
+    script = "\n".join(text for language, text in blocks(page) if language == "python")
+    (user.folder / "my_ops.py").write_text(script)  # extending.md says to save its operator so
     for language, text in blocks(page):
         assert language in ("bash", "python", "toml", "text", "console"), f"{page.name}: a block of {language!r}"
         if language == "toml":
             parse_recipe(text)
-        if language == "python":
-            script += text
         if language == "bash":
             for line in text.splitlines():
                 command = line.split("#")[0].strip()
@@ -59,7 +59,7 @@ def test_blocks_run(page: Path, user: User) -> None:
                     command = re.sub(r"--distill-steps \d+", "--distill-steps 2", command)
                     if command.startswith("vit2linear convert") and "--overwrite" not in command:
                         command += " --overwrite"
-                    user.run(command.replace("recipes/", f"{ROOT}/recipes/"))
+                    user.run(command.replace("recipes/", f"{ROOT}/recipes/"), PYTHONPATH=str(user.folder))
     if script:
         user.execute([sys.executable, "-W", "error::UserWarning", "-c", script.replace("YOUR-NAME", OWNER)])
 

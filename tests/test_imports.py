@@ -20,8 +20,8 @@ LAYERS = [
     {"surgery", "model"},
     {"images", "classes", "data", "audit"},
     {"distill"},
-    {"compare", "evaluation"},
-    {"artifact", "card"},
+    {"catalogue", "compare", "evaluation", "bench"},
+    {"artifact", "card", "plots"},
     {"pipeline"},
     {"cli", "__main__", "__init__"},
 ]

@@ -39,6 +39,18 @@ class Artifact:
     """The record of the conversion."""
     folder: Path | None = None
 
+    @property
+    def model_args(self) -> dict[str, Any]:
+        """The arguments that build it again: base architecture, operators, sizes."""
+        if self.folder is not None:
+            path: Path | None = self.folder / CONFIG
+        else:
+            repo, _, commit = self.name.removeprefix("hf-hub:").partition("@")
+            path = hub.download(repo, commit, CONFIG)
+        assert path is not None
+        args: dict[str, Any] = json.loads(path.read_text("utf-8"))["model_args"]
+        return args
+
     def model(self) -> nn.Module:
         """The converted model, in eval mode."""
         try:

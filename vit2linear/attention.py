@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -54,6 +54,16 @@ class AttentionContext:
         return self.grid
 
 
+@dataclass(frozen=True)
+class Modifiers:
+    """What any operator can be combined with; all of it inert at step 0 but for the centring."""
+
+    local: Literal["none", "dwc3", "dwc5"] = "none"
+    """Depthwise convolution of the values on the patch grid, zero-initialised, added to patch rows."""
+    center_keys: bool = False
+    """Subtract the mean key over tokens, which softmax does not see (T5, arXiv 2605.02772)."""
+
+
 class GridRef:
     """The patch grid of the running forward; one per model, filled by a hook on the patch embedding.
 
@@ -72,20 +82,69 @@ class GridRef:
         self.grid = (rows, columns)
 
 
+class LocalBranch(nn.Module):
+    """The modifier ``local``: a depthwise convolution of v over the patch grid, added to the patch rows of the heads.
+
+    Prefix tokens take part in the operator only. Zero-initialised (references start at random), so that a converted
+    model starts from the copied weights.
+    """
+
+    def __init__(self, channels: int, kind: str) -> None:
+        super().__init__()
+        size = {"dwc3": 3, "dwc5": 5}[kind]
+        self.conv = nn.Conv2d(channels, channels, size, padding=size // 2, groups=channels)
+        nn.init.zeros_(self.conv.weight)
+        nn.init.zeros_(self.conv.bias)
+
+    def forward(
+        self,
+        heads: Float[Tensor, "batch heads tokens value_dim"],
+        v: Float[Tensor, "batch heads tokens value_dim"],
+        ctx: AttentionContext,
+    ) -> Float[Tensor, "batch heads tokens value_dim"]:
+        """``heads`` with the branch added."""
+        grid, prefix = ctx.patch_grid(), ctx.num_prefix
+        if ctx.key_mask is not None:
+            v = torch.where(ctx.key_mask[:, None, :, None], v, 0.0)
+        patches = v[:, :, prefix:].transpose(2, 3).flatten(1, 2).unflatten(2, grid)
+        local = self.conv(patches).flatten(2).unflatten(1, v.shape[1::2]).transpose(2, 3)
+        return torch.cat([heads[:, :, :prefix], heads[:, :, prefix:] + local], dim=2)
+
+
+def centered(
+    k: Float[Tensor, "batch heads keys head_dim"], key_mask: Bool[Tensor, "batch keys"] | None
+) -> Float[Tensor, "batch heads keys head_dim"]:
+    """Keys minus their mean over valid tokens, the mean in float32."""
+    wide = k.to(torch.promote_types(k.dtype, torch.float32))
+    if key_mask is None:
+        return (wide - wide.mean(-2, keepdim=True)).to(k.dtype)
+    mask = key_mask[:, None, :, None]
+    count = mask.sum(-2, keepdim=True).clamp_min(1)
+    return (wide - torch.where(mask, wide, 0.0).sum(-2, keepdim=True) / count).to(k.dtype)
+
+
 class Operator(nn.Module, ABC):
     """What replaces the softmax: ``op(q, k, v, ctx) -> heads``. One file in ``ops/`` each."""
 
     name: ClassVar[str]
+    family: ClassVar[str]
+    """kernel, learned kernel, affine, landmark, block, test-time training, or exact."""
     summary: ClassVar[str]
     """One line: the formula."""
     reference: ClassVar[str]
     """Paper and arXiv id."""
+    notes: ClassVar[str] = ""
+    """What somebody who converts a model should know: how it differs from the paper's code, what becomes of weights."""
+    cost: ClassVar[str] = "4 N d^2"
+    """Multiplications of one head for N tokens and head width d, in the order that long sequences take."""
     carries: ClassVar[frozenset[str]] = frozenset({"key_mask"})
     """What of the context the operator takes into account: ``key_mask``, ``bias``."""
     linear: ClassVar[bool] = True
     """Whether the cost grows linearly with the number of tokens."""
     has_map: ClassVar[bool] = True
-    """Whether ``map`` exists: the heads are one matrix of tokens by tokens times v."""
+    """Whether ``map`` exists: the heads are a matrix of tokens by tokens times v."""
+    streams: ClassVar[int] = 1
+    """Maps of one head: the value's channels are split into so many equal parts, each routed by a map of its own."""
 
     @dataclass(frozen=True)
     class Options:
@@ -95,6 +154,27 @@ class Operator(nn.Module, ABC):
         super().__init__()
         self.geometry = geometry
         self.options = options
+        self.center_keys = False
+        self.local: LocalBranch | None = None
+
+    def add_modifiers(self, modifiers: Modifiers) -> None:
+        """Compose with the modifiers that the recipe asks for; their parameters join under this operator."""
+        self.center_keys = modifiers.center_keys
+        if modifiers.local != "none":
+            self.local = LocalBranch(self.geometry.num_heads * self.geometry.head_dim, modifiers.local)
+
+    def route(
+        self,
+        q: Float[Tensor, "batch heads queries head_dim"],
+        k: Float[Tensor, "batch heads keys head_dim"],
+        v: Float[Tensor, "batch heads keys value_dim"],
+        ctx: AttentionContext,
+    ) -> Float[Tensor, "batch heads queries value_dim"]:
+        """The operator with its modifiers: what a site calls."""
+        if self.center_keys:
+            k = centered(k, ctx.key_mask)
+        heads: Tensor = self(q, k, v, ctx)
+        return heads if self.local is None else self.local(heads, v, ctx)
 
     @abstractmethod
     def forward(
@@ -105,6 +185,22 @@ class Operator(nn.Module, ABC):
         ctx: AttentionContext,
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """Route the values."""
+
+    def landmarks(self, patches: int) -> int | None:
+        """How many landmarks at most a grid of so many patches is routed through; ``None``: the operator has none."""
+        return None
+
+    def order(self, ctx: AttentionContext) -> str:
+        """``linear`` or ``quadratic``: how the tokens of ``ctx`` would be routed."""
+        return "linear" if self.linear else "quadratic"
+
+    def evaluation(self, grid: tuple[int, int], num_prefix: int) -> str:
+        """Evaluation order, and number of landmarks, for a grid of patches; for the plan."""
+        patches = grid[0] * grid[1]
+        x = torch.empty(1, patches + num_prefix, self.geometry.width, device="meta")
+        landmarks = self.landmarks(patches)
+        text = f"{self.order(AttentionContext(x, grid, num_prefix))} order"
+        return text if landmarks is None else f"{text}, {landmarks} landmarks"
 
     def map(
         self,
@@ -173,7 +269,7 @@ class LinearAttention(nn.Module):
                 f"a mask or bias over pairs of tokens reached the operator {self.op.name!r}, which cannot carry it.",
                 "Pass a key mask of shape (batch, 1, 1, tokens), or keep softmax at this site.",
             )
-        return self.kind.merge(self, self.op(q, k, v, ctx), ctx)
+        return self.kind.merge(self, self.op.route(q, k, v, ctx), ctx)
 
 
 @dataclass(frozen=True)

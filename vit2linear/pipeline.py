@@ -23,6 +23,7 @@ import vit2linear
 from vit2linear import artifact, card, model, surgery
 from vit2linear.artifact import Artifact, open_artifact
 from vit2linear.audit import audit
+from vit2linear.bench import Job
 from vit2linear.compare import EvalReport
 from vit2linear.data import train_batches, train_view
 from vit2linear.distill.loop import StageReport, run_stage, split_steps
@@ -214,9 +215,22 @@ def evaluate(
         batch_size=batch_size,
         workers=workers,
         limit=limit,
-        device=_accelerator(override(Recipe(), run__device=device)).device,
+        device=device_of(device),
     )
     return judge(surgery.apply(module, softmax).eval(), student)
+
+
+def bench_job(ref: str, batch_size: int) -> Job:
+    """The architecture of an artifact, with its operators, for ``bench``."""
+    args = dict(open_artifact(ref).model_args)
+    operators, base = args.pop("operators"), args.pop("base")
+    rules = [{"sites": path, **entry} for path, entry in operators.items()]
+    return Job(base, {"this model": override(Recipe(), convert=rules).convert}, args, batch_size)
+
+
+def device_of(name: str) -> torch.device:
+    """``auto``, ``cpu``, ``cuda`` or ``mps`` as a device that is there."""
+    return _accelerator(override(Recipe(), run__device=name)).device
 
 
 def summary(report: EvalReport) -> str:

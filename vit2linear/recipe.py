@@ -14,15 +14,19 @@ import typing
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from vit2linear.errors import RecipeError, Vit2LinearError
 from vit2linear.registry import Registry
 
+T = TypeVar("T")
+
 KEEP = "keep"
 """Reserved operator name in a rule: leave the site as it is."""
 
-OPERATORS: Registry[Any] = Registry("operator", "vit2linear.ops", "vit2linear.attention:Operator")
+OPERATORS: Registry[Any] = Registry(
+    "operator", "vit2linear.ops", "vit2linear.attention:Operator", entry_points="vit2linear.operators"
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,11 @@ class Rule:
     sites: str = "*"
     """Glob on the site's path, such as ``blocks.[0-8].attn``. A rule that matches no site is an error."""
     options: dict[str, Any] = field(default_factory=dict)
-    """The operator's own options."""
+    """The operator's own options; see ``vit2linear ops show NAME``."""
+    local: Literal["none", "dwc3", "dwc5"] = "none"
+    """Depthwise 3x3 or 5x5 convolution of the values on the patch grid, added to the operator; starts at zero."""
+    center_keys: bool = False
+    """Subtract the mean key over tokens, which softmax does not see."""
 
 
 @dataclass(frozen=True)
@@ -206,11 +214,7 @@ def parse_recipe(text: str, where: str = "recipe") -> Recipe:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"{where}: not valid TOML: {error}.") from error
-    problems: list[str] = []
-    recipe = _build(Recipe, table, Recipe(), "", problems)
-    _raise(problems, where)
-    assert isinstance(recipe, Recipe)
-    return recipe
+    return build(Recipe, table, Recipe(), where)
 
 
 def to_toml(recipe: Recipe) -> str:
@@ -234,11 +238,20 @@ def override(recipe: Recipe, **values: Any) -> Recipe:
             for part in path:
                 node = node.setdefault(part, {})
             node[name] = value
+    return build(Recipe, table, recipe, "recipe")
+
+
+def build(kind: type[T], table: dict[str, Any], default: T, where: str) -> T:
+    """The dataclass ``kind`` from a plain table; missing fields come from ``default``.
+
+    Raises:
+        RecipeError: every unknown key and wrong type at once.
+    """
     problems: list[str] = []
-    changed = _build(Recipe, table, recipe, "", problems)
-    _raise(problems, "recipe")
-    assert isinstance(changed, Recipe)
-    return changed
+    built = _build(kind, table, default, "", problems)
+    _raise(problems, where)
+    assert isinstance(built, kind)
+    return built
 
 
 def _plain(value: Any) -> Any:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+from importlib import metadata
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from vit2linear.errors import UnknownNameError
+from vit2linear.errors import RecipeError, UnknownNameError
 
 T = TypeVar("T")
 
@@ -24,29 +25,47 @@ class Registry(Generic[T]):
     that start with an underscore are not parts.
     """
 
-    def __init__(self, kind: str, package: str, base: str) -> None:
-        """``kind`` is the word for messages, ``base`` is ``module:Class`` of the base class (imported when needed)."""
+    def __init__(self, kind: str, package: str, base: str, entry_points: str | None = None) -> None:
+        """Describe a folder of parts.
+
+        Args:
+            kind: the word for messages.
+            package: the folder.
+            base: ``module:Class`` of the base class, imported when needed.
+            entry_points: group in which other packages announce parts of theirs; parts may then also be named
+                ``module:Class``.
+        """
         self.kind = kind
         self.package = package
         self._base = base
+        self._entry_points = entry_points
 
     def names(self) -> list[str]:
-        """Every name, sorted, without importing the parts."""
+        """Every name of the package and of entry points, sorted, without importing the parts."""
         folder = Path(__file__).parent.joinpath(*self.package.split(".")[1:])
         modules = (m.name for m in pkgutil.iter_modules([str(folder)]))
-        return sorted(name for name in modules if name != "base" and not name.startswith("_"))
+        own = [name for name in modules if name != "base" and not name.startswith("_")]
+        return sorted({*own, *self._announced()})
 
     def check(self, name: str) -> None:
-        """Raise ``UnknownNameError`` (with close matches) unless ``name`` is registered."""
-        if name not in self.names():
+        """Raise ``UnknownNameError`` (with close matches) unless ``name`` is registered or is ``module:Class``."""
+        if name not in self.names() and not (self._entry_points and ":" in name):
             raise UnknownNameError(self.kind, name, self.names())
 
     def get(self, name: str) -> type[T]:
-        """The class called ``name``. An error inside its module is let through."""
+        """The class called ``name``. An error inside its module is let through.
+
+        Raises:
+            UnknownNameError: no such name.
+            RecipeError: what ``module:Class`` leads to is not a part of this kind.
+        """
         self.check(name)
-        module = importlib.import_module(f"{self.package}.{name}")
         base_module, base_name = self._base.split(":")
         base: type[T] = getattr(importlib.import_module(base_module), base_name)
+        announced = self._announced()
+        if ":" in name or name in announced:
+            return self._external(announced.get(name, name), base)
+        module = importlib.import_module(f"{self.package}.{name}")
         (found,) = (
             c
             for _, c in inspect.getmembers(module, inspect.isclass)
@@ -57,3 +76,17 @@ class Registry(Generic[T]):
     def all(self) -> dict[str, type[T]]:
         """Name to class for every part."""
         return {name: self.get(name) for name in self.names()}
+
+    def _announced(self) -> dict[str, str]:
+        """Name to ``module:Class`` of the entry points."""
+        return {e.name: e.value for e in metadata.entry_points(group=self._entry_points)} if self._entry_points else {}
+
+    def _external(self, value: str, base: type[T]) -> type[T]:
+        module_name, _, class_name = value.partition(":")
+        try:
+            found = getattr(importlib.import_module(module_name), class_name)
+        except (ModuleNotFoundError, AttributeError, ValueError) as error:
+            raise RecipeError(f"{self.kind} {value!r} cannot be found: {error}.", "Give module:Class.") from error
+        if not (inspect.isclass(found) and issubclass(found, base)) or inspect.isabstract(found):
+            raise RecipeError(f"{value!r} is not a complete {base.__module__}.{base.__name__}.")
+        return found

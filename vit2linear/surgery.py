@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from vit2linear.attention import (
     GridRef,
+    HeadGeometry,
     LinearAttention,
+    Modifiers,
     Operator,
     Site,
     SiteKind,
@@ -24,7 +26,7 @@ from vit2linear.attention import (
     sites_of,
 )
 from vit2linear.errors import RecipeError, SurgeryError
-from vit2linear.recipe import KEEP, OPERATORS, Rule
+from vit2linear.recipe import KEEP, OPERATORS, Rule, build
 from vit2linear.registry import Registry
 
 SITES: Registry[SiteKind] = Registry("site kind", "vit2linear.sites", "vit2linear.attention:SiteKind")
@@ -38,6 +40,15 @@ class SitePlan:
     op: str
     """An operator's name, or ``keep``."""
     options: dict[str, Any] = field(default_factory=dict)
+    modifiers: Modifiers = field(default_factory=Modifiers)
+    evaluation: str = ""
+    """Evaluation order at the model's own size, and landmarks where there are any."""
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The JSON form that an artifact stores."""
+        changed = {k: v for k, v in asdict(self.modifiers).items() if v != getattr(Modifiers(), k)}
+        return {"op": self.op, "options": self.options, **changed}
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,7 @@ class Plan:
     @property
     def operators(self) -> dict[str, dict[str, Any]]:
         """The JSON form that an artifact stores: site path to operator and options."""
-        return {s.site.path: {"op": s.op, "options": s.options} for s in self.replaced}
+        return {s.site.path: s.entry for s in self.replaced}
 
     def with_operator(self, op: str) -> Plan:
         """The same sites, all replaced ones with another operator (``softmax`` makes the teacher)."""
@@ -93,7 +104,7 @@ def make_plan(model: nn.Module, rules: Sequence[Rule]) -> Plan:
         for i, rule in enumerate(rules):
             if fnmatchcase(site.path, rule.sites):
                 used.add(i)
-                plans.append(SitePlan(site, rule.op, dict(rule.options)))
+                plans.append(_plan_site(model, site, rule))
                 break
         else:
             plans.append(SitePlan(site, KEEP))
@@ -101,20 +112,32 @@ def make_plan(model: nn.Module, rules: Sequence[Rule]) -> Plan:
         if i not in used:
             paths = ", ".join(s.path for s in sites)
             raise RecipeError(f"convert.{i}: no site is left for the rule {rule.sites!r}.", f"Sites: {paths}.")
-        if rule.op != KEEP:
-            build_options(rule.op, rule.options)
     return Plan(tuple(plans))
 
 
-def build_options(op: str, options: dict[str, Any]) -> Any:
-    """The operator's frozen options, or ``RecipeError`` for a key that it does not have."""
-    kind: type[Operator] = OPERATORS.get(op)
-    known = list(kind.Options.__dataclass_fields__)
-    for key in options:
-        if key not in known:
-            allowed = f"Its options: {', '.join(known)}." if known else "It has no options."
-            raise RecipeError(f"operator {op!r} has no option {key!r}.", allowed)
-    return kind.Options(**options)
+def make_operator(entry: dict[str, Any], geometry: HeadGeometry) -> Operator:
+    """The operator of one site, from the JSON form that an artifact stores.
+
+    Raises:
+        UnknownNameError, RecipeError: no such operator, or options that it does not have or bear.
+    """
+    kind: type[Operator] = OPERATORS.get(entry["op"])
+    options = build(kind.Options, entry.get("options", {}), kind.Options(), f"operator {entry['op']!r}")
+    op = kind(geometry, options)
+    op.add_modifiers(Modifiers(entry.get("local", "none"), entry.get("center_keys", False)))
+    return op
+
+
+def _plan_site(model: nn.Module, site: Site, rule: Rule) -> SitePlan:
+    """Try the rule's operator on the meta device: bad options show here, and so does the evaluation order."""
+    modifiers = Modifiers(rule.local, rule.center_keys)
+    plan = SitePlan(site, rule.op, dict(rule.options), modifiers)
+    if rule.op == KEEP:
+        return plan
+    with torch.device("meta"):
+        op = make_operator(plan.entry, site.geometry)
+        grid = tuple(getattr(getattr(model, "patch_embed", None), "grid_size", None) or (14, 14))
+        return replace(plan, evaluation=op.evaluation(grid, int(getattr(model, "num_prefix_tokens", 0))))
 
 
 def apply(model: nn.Module, operators: dict[str, dict[str, Any]]) -> nn.Module:
@@ -134,21 +157,28 @@ def apply(model: nn.Module, operators: dict[str, dict[str, Any]]) -> nn.Module:
             raise SurgeryError(f"{path!r} is not a softmax attention module of this {type(model).__name__}.")
         reference = next(module.parameters())
         with torch.device(reference.device):
-            options = build_options(entry["op"], entry.get("options", {}))
-            op = OPERATORS.get(entry["op"])(kind.geometry(module), options).to(reference.dtype)
+            op = make_operator(entry, kind.geometry(module)).to(reference.dtype)
         set_submodule(model, path, LinearAttention(module, kind, op, grid_ref))
     if operators:
         model.get_submodule("patch_embed").register_forward_hook(grid_ref)
     return model
 
 
-def linearize(model: nn.Module, op: str = "relu", *, options: dict[str, Any] | None = None) -> nn.Module:
+def linearize(
+    model: nn.Module,
+    op: str = "relu",
+    *,
+    options: dict[str, Any] | None = None,
+    local: Literal["none", "dwc3", "dwc5"] = "none",
+    center_keys: bool = False,
+) -> nn.Module:
     """A converted copy of any timm model: surgery alone, no training, no files.
 
     Args:
         model: a timm Vision Transformer; it is not changed.
         op: operator for every site; ``softmax`` gives a model with the same outputs.
         options: the operator's own options.
+        local, center_keys: modifiers that any operator takes; see ``Rule``.
 
     Returns:
         A new model, saved and loaded by timm's own functions wherever ``vit2linear`` is imported.
@@ -157,7 +187,8 @@ def linearize(model: nn.Module, op: str = "relu", *, options: dict[str, Any] | N
         UnknownNameError, RecipeError, SurgeryError
     """
     OPERATORS.check(op)
-    return apply_plan(model, make_plan(model, [Rule(op=op, options=options or {})]))
+    rule = Rule(op=op, options=options or {}, local=local, center_keys=center_keys)
+    return apply_plan(model, make_plan(model, [rule]))
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:

@@ -74,11 +74,11 @@ class TerminalReporter(Reporter):
             err.print(f"stage {progress.stage}: step {progress.step}/{progress.total}, {info}", markup=False)
 
 
-def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
-    """A table: first column left, the others right."""
+def table(title: str, columns: list[str], rows: list[list[str]], left: int = 1) -> Table:
+    """A table: the first ``left`` columns start at the left, the others end at the right."""
     result = Table(title=title, title_justify="left")
     for i, column in enumerate(columns):
-        result.add_column(column, justify="right" if i else "left")
+        result.add_column(column, justify="left" if i < left else "right")
     for row in rows:
         result.add_row(*row)
     return result

@@ -21,6 +21,8 @@ def convert(
         typer.Argument(help="demo, a Hub id, a folder, a timm name, hf-hub:ID or local-dir:PATH.", show_default=False),
     ] = None,
     op: Annotated[str | None, typer.Option(help="Operator for every site, such as relu or elu.")] = None,
+    local: Annotated[str | None, typer.Option(help="none, dwc3 or dwc5: depthwise convolution beside it.")] = None,
+    center_keys: Annotated[bool | None, typer.Option("--center-keys", help="Subtract the mean key.")] = None,
     data: o.Data = None,
     distill_steps: Annotated[
         int | None, typer.Option(help="Optimiser steps of both stages together; 0 converts without training.")
@@ -43,15 +45,16 @@ def convert(
 ) -> None:
     """Convert a pretrained Softmax ViT: swap the attention, copy the rest, distil, evaluate, write."""
     with exit_codes():
-        from vit2linear.recipe import Recipe, Rule, override, read_recipe
+        from vit2linear.recipe import Recipe, override, read_recipe
 
         request = read_recipe(recipe) if recipe is not None else Recipe()
+        rule = {k: v for k, v in (("op", op), ("local", local), ("center_keys", center_keys)) if v is not None}
         request = override(
             request,
             source__model=source,
             source__revision=revision,
             source__img_size=img_size,
-            convert=(Rule(op=op),) if op is not None else None,
+            convert=[rule] if rule else None,
             distill__steps=distill_steps,
             distill__batch_size=batch_size,
             data__path=data,
@@ -109,9 +112,10 @@ def _show_plan(prepared: Prepared) -> None:
     size = "x".join(map(str, prepared.data_config["input_size"]))
     err.print(f"{prepared.ref.name}{commit}: {prepared.spec.architecture}, input {size}", markup=False)
     rows = [
-        [s.site.path, str(s.site.geometry.num_heads), str(s.site.geometry.head_dim), s.op] for s in prepared.plan.sites
+        [s.site.path, str(s.site.geometry.num_heads), str(s.site.geometry.head_dim), s.op, s.evaluation]
+        for s in prepared.plan.sites
     ]
-    out.print(table("Plan", ["site", "heads", "head dim", "operator"], rows))
+    out.print(table("Plan", ["site", "heads", "head dim", "operator", "evaluation"], rows))
     for note in prepared.notes:
         err.print(note, markup=False)
     recipe = prepared.recipe

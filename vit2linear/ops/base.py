@@ -14,12 +14,22 @@ Means instead of sums keep every intermediate of the order of the inputs, whatev
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from vit2linear.attention import AttentionContext, Operator
+
+
+class Row(NamedTuple):
+    """What the row rule says for a row mean z: factors of the kernel and of the mean value."""
+
+    a: Tensor | None
+    """Factor on K / N; ``None`` is 1."""
+    b: Tensor | None
+    """Factor on 1 / N; ``None`` is 0."""
 
 
 class KernelOperator(Operator):
@@ -31,14 +41,21 @@ class KernelOperator(Operator):
         q: Float[Tensor, "batch heads queries head_dim"],
         k: Float[Tensor, "batch heads keys head_dim"],
         ctx: AttentionContext,
-    ) -> tuple[Float[Tensor, "batch heads queries features"], Float[Tensor, "batch heads keys features"]]:
-        """phi_q(q) and phi_k(k)."""
+    ) -> tuple[Float[Tensor, "batch maps queries features"], Float[Tensor, "batch maps keys features"]]:
+        """phi_q(q) and phi_k(k), float32 or wider; ``maps`` is heads times ``streams``, the stream running fastest.
+
+        Masked keys need no care here, unless features mix tokens.
+        """
 
     @abstractmethod
-    def row_rule(
-        self, z: Float[Tensor, "batch heads queries 1"]
-    ) -> tuple[Float[Tensor, "batch heads queries 1"], Float[Tensor, "batch heads queries 1"] | None]:
-        """a(z) and b(z); ``None`` for b = 0."""
+    def row_rule(self, z: Float[Tensor, "batch maps queries 1"]) -> Row:
+        """a(z) and b(z)."""
+
+    def gate(
+        self, heads: Float[Tensor, "batch heads queries value_dim"], ctx: AttentionContext
+    ) -> Float[Tensor, "batch heads queries value_dim"]:
+        """What an operator does to its heads after the routing; nothing by default, and not part of the map."""
+        return heads
 
     def forward(
         self,
@@ -51,34 +68,61 @@ class KernelOperator(Operator):
         wide = torch.promote_types(v.dtype, torch.float32)
         with torch.autocast(v.device.type, enabled=False):
             phi_q, phi_k = self.features(q.to(wide), k.to(wide), ctx)
-            queries, keys, width, value_dim = phi_q.shape[-2], phi_k.shape[-2], phi_q.shape[-1], v.shape[-1]
-            quadratic = queries * keys * (width + value_dim) < (queries + keys) * width * value_dim
-            order = self.quadratic_order if quadratic else self.linear_order
-            return order(phi_q, phi_k, v.to(wide), ctx.key_mask).to(v.dtype)
+            order = self.quadratic_order if self.prefers_quadratic(phi_q, phi_k, v) else self.linear_order
+            heads = order(phi_q, phi_k, self.split(v.to(wide)), ctx.key_mask)
+            return self.gate(self.join(heads), ctx).to(v.dtype)
+
+    def order(self, ctx: AttentionContext) -> str:
+        """As ``prefers_quadratic`` decides from the shapes of the features; runs on the meta device."""
+        if not self.linear:
+            return "quadratic"
+        heads, width = self.geometry.num_heads, self.geometry.head_dim
+        q = torch.empty(ctx.x.shape[0], heads, ctx.x.shape[1], width, device=ctx.x.device)
+        return "quadratic" if self.prefers_quadratic(*self.features(q, q, ctx), self.split(q)) else "linear"
+
+    def prefers_quadratic(self, phi_q: Tensor, phi_k: Tensor, v: Tensor) -> bool:
+        """Whether forming the map costs less: N < 2 f d / (f + d) for N queries and keys."""
+        queries, keys, width, value_dim = phi_q.shape[-2], phi_k.shape[-2], phi_q.shape[-1], v.shape[-1]
+        return queries * keys * (width + value_dim) < (queries + keys) * width * value_dim
+
+    def split(self, v: Float[Tensor, "batch heads keys value_dim"]) -> Tensor:
+        """Values as (batch, heads * streams, keys, value_dim / streams)."""
+        if self.streams == 1:
+            return v
+        return v.unflatten(-1, (self.streams, -1)).transpose(2, 3).flatten(1, 2)
+
+    def join(self, heads: Float[Tensor, "batch maps queries part"]) -> Tensor:
+        """The inverse of ``split``."""
+        if self.streams == 1:
+            return heads
+        return heads.unflatten(1, (-1, self.streams)).transpose(2, 3).flatten(3)
 
     def linear_order(
         self,
-        phi_q: Float[Tensor, "batch heads queries features"],
-        phi_k: Float[Tensor, "batch heads keys features"],
-        v: Float[Tensor, "batch heads keys value_dim"],
+        phi_q: Float[Tensor, "batch maps queries features"],
+        phi_k: Float[Tensor, "batch maps keys features"],
+        v: Float[Tensor, "batch maps keys value_dim"],
         key_mask: Bool[Tensor, "batch keys"] | None,
-    ) -> Float[Tensor, "batch heads queries value_dim"]:
+    ) -> Float[Tensor, "batch maps queries value_dim"]:
         """phi_q (phi_k^T v): cost linear in the number of tokens."""
         phi_k, v, count = _valid_keys(phi_k, v, key_mask)
         state = phi_k.transpose(-2, -1) @ v / count
         z = phi_q @ (phi_k.sum(-2, keepdim=True) / count).transpose(-2, -1)
         a, b = self.row_rule(z)
-        out = (phi_q @ state) * a
+        out = phi_q @ state
+        if a is not None:
+            out = out * a
         return out if b is None else out + b * (v.sum(-2, keepdim=True) / count)
 
     def quadratic_order(
         self,
-        phi_q: Float[Tensor, "batch heads queries features"],
-        phi_k: Float[Tensor, "batch heads keys features"],
-        v: Float[Tensor, "batch heads keys value_dim"],
+        phi_q: Float[Tensor, "batch maps queries features"],
+        phi_k: Float[Tensor, "batch maps keys features"],
+        v: Float[Tensor, "batch maps keys value_dim"],
         key_mask: Bool[Tensor, "batch keys"] | None,
-    ) -> Float[Tensor, "batch heads queries value_dim"]:
+    ) -> Float[Tensor, "batch maps queries value_dim"]:
         """(phi_q phi_k^T) v: cheaper for few tokens."""
+        phi_k, v, _ = _valid_keys(phi_k, v, key_mask)
         return self._routing(phi_q, phi_k, key_mask) @ v
 
     def map(
@@ -86,7 +130,7 @@ class KernelOperator(Operator):
         q: Float[Tensor, "batch heads queries head_dim"],
         k: Float[Tensor, "batch heads keys head_dim"],
         ctx: AttentionContext,
-    ) -> Float[Tensor, "batch heads queries keys"]:
+    ) -> Float[Tensor, "batch maps queries keys"]:
         """The routing matrix A."""
         wide = torch.promote_types(q.dtype, torch.float32)
         with torch.autocast(q.device.type, enabled=False):
@@ -94,9 +138,9 @@ class KernelOperator(Operator):
 
     def _routing(self, phi_q: Tensor, phi_k: Tensor, key_mask: Tensor | None) -> Tensor:
         phi_k, _, count = _valid_keys(phi_k, None, key_mask)
-        kernel = phi_q @ phi_k.transpose(-2, -1)
-        a, b = self.row_rule(kernel.sum(-1, keepdim=True) / count)
-        routing = a * kernel / count
+        kernel = phi_q @ phi_k.transpose(-2, -1) / count
+        a, b = self.row_rule(kernel.sum(-1, keepdim=True))
+        routing = kernel if a is None else a * kernel
         if b is None:
             return routing
         valid = 1.0 if key_mask is None else key_mask[:, None, None].to(kernel.dtype)
@@ -104,16 +148,42 @@ class KernelOperator(Operator):
 
 
 class SumRule(KernelOperator):
-    """Kernel operators whose rows are divided by their sum: a = 1 / (z + eps), b = 0."""
+    """Rows divided by their sum: a = 1 / (z + eps), b = 0. For features that are not negative."""
 
     eps = 1e-6
     """Floor of the row mean: keeps a row without any positive feature finite (it routes nothing)."""
 
-    def row_rule(
-        self, z: Float[Tensor, "batch heads queries 1"]
-    ) -> tuple[Float[Tensor, "batch heads queries 1"], Float[Tensor, "batch heads queries 1"] | None]:
-        """A = 1 / (z + eps), b = 0."""
-        return (z + self.eps).reciprocal(), None
+    def row_rule(self, z: Float[Tensor, "batch maps queries 1"]) -> Row:
+        """a = 1 / (z + eps), b = 0."""
+        return Row((z + self.eps).reciprocal(), None)
+
+
+class AffineRule(KernelOperator):
+    """Rows shifted to sum to 1: a = 1, b = 1 - z. Signed maps, no division."""
+
+    def row_rule(self, z: Float[Tensor, "batch maps queries 1"]) -> Row:
+        """a = 1, b = 1 - z."""
+        return Row(None, 1 - z)
+
+
+class PlainRule(KernelOperator):
+    """A_ij = phi_q(q_i) . phi_k(k_j), as it is: the features bring their own normalisation over tokens.
+
+    The core divides by the number of keys, so phi_k is N times the features of the formula: multiply by ``count_keys``.
+    """
+
+    def row_rule(self, z: Float[Tensor, "batch maps queries 1"]) -> Row:
+        """a = 1, b = 0."""
+        return Row(None, None)
+
+
+def count_keys(
+    k: Float[Tensor, "batch heads keys head_dim"], ctx: AttentionContext
+) -> Float[Tensor, "batch 1 1 1"] | int:
+    """The number of valid keys, broadcastable to features."""
+    if ctx.key_mask is None:
+        return k.shape[-2]
+    return ctx.key_mask.sum(-1)[:, None, None, None].clamp_min(1).to(k.dtype)
 
 
 def _valid_keys(phi_k: Tensor, v: Tensor | None, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | int]:

@@ -14,6 +14,7 @@ class ELUAttention(SumRule):
     """phi(x) = elu(x) + 1, rows divided by their sum (Linear Transformer, arXiv 2006.16236, equation 7)."""
 
     name = "elu"
+    family = "kernel"
     summary = "phi(x) = elu(x) + 1, rows sum to 1"
     reference = "Linear Transformer, arXiv 2006.16236"
 
@@ -22,6 +23,6 @@ class ELUAttention(SumRule):
         q: Float[Tensor, "batch heads queries head_dim"],
         k: Float[Tensor, "batch heads keys head_dim"],
         ctx: AttentionContext,
-    ) -> tuple[Float[Tensor, "batch heads queries features"], Float[Tensor, "batch heads keys features"]]:
+    ) -> tuple[Float[Tensor, "batch maps queries features"], Float[Tensor, "batch maps keys features"]]:
         """elu(q) + 1, elu(k) + 1."""
         return F.elu(q) + 1, F.elu(k) + 1

@@ -13,10 +13,12 @@ class SoftmaxAttention(Operator):
     """softmax(scale q k^T + bias), through torch's fused kernel; quadratic in the number of tokens."""
 
     name = "softmax"
+    family = "exact"
     summary = "softmax(q k^T / sqrt(d)), exact and quadratic"
     reference = "Attention Is All You Need, arXiv 1706.03762"
     carries = frozenset({"key_mask", "bias"})
     linear = False
+    cost = "2 N^2 d"
 
     def forward(
         self,

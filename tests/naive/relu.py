@@ -1,0 +1,14 @@
+import torch
+from torch import Tensor
+
+from tests.naive import Case
+
+
+def phi(x: Tensor) -> Tensor:
+    return x.clamp_min(0)
+
+
+def routing(case: Case) -> Tensor:
+    kernel = torch.einsum("bhid,bhjd->bhij", phi(case.q), phi(case.k)) * case.valid[:, None, None]
+    count = case.valid.sum(-1)[:, None, None, None]
+    return kernel / (kernel.sum(-1, keepdim=True) + 1e-6 * count)

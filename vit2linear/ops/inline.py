@@ -1,0 +1,100 @@
+"""InLine attention: softmax to first order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vit2linear.attention import AttentionContext, HeadGeometry, Operator
+from vit2linear.errors import RecipeError
+from vit2linear.ops._parts import token_mean
+from vit2linear.ops.base import AffineRule
+
+
+class InLineAttention(AffineRule):
+    """A_ij = 1/N + s (q_i . k_j - q_i . mean k) / N (InLine, arXiv 2412.06590, identity kernel)."""
+
+    name = "inline"
+    family = "affine"
+    summary = "A = 1/N + s (q k^T - q mean(k)^T) / N, rows sum to 1, signed"
+    reference = "InLine, arXiv 2412.06590"
+    notes = (
+        "The first-order expansion of softmax, and the map of ViTALiTy (arXiv 2211.05109). Copied weights act almost "
+        "as before where logits are small. The paper adds 3x3 kernels predicted for each image: option `dyn3`, here "
+        "zero at the start."
+    )
+    cost = "2 N d^2"
+
+    @dataclass(frozen=True)
+    class Options(Operator.Options):
+        """InLine's options."""
+
+        dyn3: bool = False
+        """Add the paper's local branch: depthwise 3x3 kernels, predicted from the mean token of each image."""
+
+    def __init__(self, geometry: HeadGeometry, options: Any) -> None:
+        super().__init__(geometry, options)
+        if options.dyn3 and geometry.width % geometry.num_heads:
+            raise RecipeError(
+                f"operator 'inline': dyn3 needs a width ({geometry.width}) that {geometry.num_heads} heads divide."
+            )
+        self.dyn3 = DynamicKernels(geometry) if options.dyn3 else None
+
+    def features(
+        self,
+        q: Float[Tensor, "batch heads queries head_dim"],
+        k: Float[Tensor, "batch heads keys head_dim"],
+        ctx: AttentionContext,
+    ) -> tuple[Float[Tensor, "batch maps queries features"], Float[Tensor, "batch maps keys features"]]:
+        """s q, k."""
+        return q * self.geometry.scale, k
+
+    def forward(
+        self,
+        q: Float[Tensor, "batch heads queries head_dim"],
+        k: Float[Tensor, "batch heads keys head_dim"],
+        v: Float[Tensor, "batch heads keys value_dim"],
+        ctx: AttentionContext,
+    ) -> Float[Tensor, "batch heads queries value_dim"]:
+        """A v, with the local branch where there is one."""
+        heads = super().forward(q, k, v, ctx)
+        return heads if self.dyn3 is None else self.dyn3(heads, v, ctx)
+
+
+class DynamicKernels(nn.Module):
+    """Kernels of each image from its mean block input, two layers grouped by heads (arXiv 2412.06590)."""
+
+    def __init__(self, geometry: HeadGeometry) -> None:
+        super().__init__()
+        channels, heads = geometry.num_heads * geometry.head_dim, geometry.num_heads
+        self.kernels = nn.Sequential(
+            nn.Conv1d(geometry.width, channels, 1, groups=heads),
+            nn.GELU(),
+            nn.Conv1d(channels, 9 * channels, 1, groups=heads),
+        )
+        for parameter in self.kernels[2].parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(
+        self,
+        heads: Float[Tensor, "batch heads tokens value_dim"],
+        v: Float[Tensor, "batch heads tokens value_dim"],
+        ctx: AttentionContext,
+    ) -> Float[Tensor, "batch heads tokens value_dim"]:
+        """Patch rows plus the convolution of their values; the mean is over all tokens, prefix included."""
+        prefix, mask = ctx.num_prefix, ctx.key_mask
+        wide = ctx.x.to(torch.promote_types(ctx.x.dtype, torch.float32))
+        mean = token_mean(wide, None if mask is None else mask[..., None]).to(ctx.x.dtype)
+        kernels = self.kernels(mean.transpose(1, 2)).reshape(-1, 1, 3, 3)
+        if mask is not None:
+            v = torch.where(mask[:, None, :, None], v, 0.0)
+        # One channel of one image is one group, because every image has kernels of its own.
+        patches = v[:, :, prefix:].transpose(2, 3).flatten(0, 2).unflatten(1, ctx.patch_grid())
+        local = F.conv2d(patches[None], kernels.to(v.dtype), padding=1, groups=len(patches))
+        local = local.flatten(2).unflatten(1, v.shape[:2] + v.shape[3:])[0].transpose(2, 3)
+        return torch.cat([heads[:, :, :prefix], heads[:, :, prefix:] + local], dim=2)
