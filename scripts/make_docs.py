@@ -82,9 +82,15 @@ def recipes_page() -> str:
 def operators_page() -> str:
     """docs/operators.md."""
     found = [facts(name) for name in recipe.OPERATORS.names()]
-    parts = [OPERATORS_HEAD, "| operator | family | new parameters | cost of a head | map | paper |\n|---|---|---|---|---|---|"]
+    parts = [
+        OPERATORS_HEAD,
+        "| operator | family | new parameters | cost of a head | map | paper |\n|---|---|---|---|---|---|",
+    ]
     for f in found:
-        cells = [f"[`{f['name']}`](#{f['name']})", *(f[k] for k in ("family", "parameters", "cost", "map", "reference"))]
+        cells = [
+            f"[`{f['name']}`](#{f['name']})",
+            *(f[k] for k in ("family", "parameters", "cost", "map", "reference")),
+        ]
         parts.append(f"| {' | '.join(cells)} |")
     for f in found:
         text = f"\n## {f['name']}\n\n`{f['summary']}`\n\n{f['reference']}. {f['notes']}".rstrip()

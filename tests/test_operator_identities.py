@@ -367,8 +367,8 @@ def test_output_gates_start_open(name: str) -> None:
     q, k, v, ctx = tensors()
     op = fresh(name)
     heads = op(q, k, v, ctx)
-    assert torch.equal(op.gate(heads, ctx), heads)
+    assert torch.equal(op.finish(heads, heads, ctx), heads)
     op.output_gate.weight.data.normal_()
-    gate = form_of(name).gate
+    finish = form_of(name).finish
     case = make_case(op, (3, 4), 1)
-    close(op.gate(case.v, context(case)), gate(case, case.v))
+    close(op.finish(case.v, case.v, context(case)), finish(case, case.v))

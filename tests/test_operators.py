@@ -22,8 +22,17 @@ MAPPED = [name for name in NAMES if OPERATORS.get(name).has_map]
 GRIDS = [(7, 9), (12, 16), (5, 11)]
 PREFIXES = [0, 1, 2, 5]
 # Options that change what an operator computes, beside its defaults.
-VARIANTS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in NAMES]
-IDS = [f"{name}{''.join(f'-{k}' for k in options)}" for name, options in VARIANTS]
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in NAMES),
+    ("agent", {"bias": True, "landmarks": 9}),
+    ("focused", {"power": 1.5}),
+    ("inline", {"dyn3": True}),
+    ("luna", {"projections": 5, "channels": 3, "hidden": 4}),
+    ("mhla", {"blocks": 1}),
+    ("mhla", {"blocks": 3}),
+    ("performer", {"features": 20}),
+]
+IDS = [name + "".join(f"-{k}-{v}" for k, v in options.items()) for name, options in VARIANTS]
 
 
 def make(name: str, options: dict[str, Any] | None = None, seed: int = 0) -> Operator:
@@ -65,7 +74,7 @@ def naive_heads(op: Operator, case: Case) -> Tensor:
         heads: Tensor = form.heads(case)
         return heads
     heads = join(op, form.routing(case) @ split(op, case.v))
-    return form.gate(case, heads) if hasattr(form, "gate") else heads
+    return form.finish(case, heads) if hasattr(form, "finish") else heads
 
 
 def test_every_operator_has_a_naive_form_that_is_independent() -> None:
@@ -90,7 +99,7 @@ def test_equals_its_naive_form(name: str, options: dict[str, Any], grid: tuple[i
     if isinstance(op, KernelOperator):
         for order in (op.linear_order, op.quadratic_order):
             parts = order(*op.features(q, k, ctx), op.split(v), None)
-            results[order.__name__] = op.gate(op.join(parts), ctx)
+            results[order.__name__] = op.finish(op.join(parts), case.v, ctx)
     for order_name, result in results.items():
         torch.testing.assert_close(result, wanted, rtol=1e-7, atol=1e-8, msg=lambda m, o=order_name: f"{o}: {m}")
         gradients = torch.autograd.grad((result * weight).sum(), (q, k, v), retain_graph=True, allow_unused=True)
@@ -136,7 +145,7 @@ def test_key_mask_equals_removing_the_tokens(name: str) -> None:
             ctx = context(case, keep)
             for order in (op.linear_order, op.quadratic_order):
                 parts = order(*op.features(case.q, case.k, ctx), op.split(case.v), keep)
-                masked[order.__name__] = op.gate(op.join(parts), ctx)
+                masked[order.__name__] = op.finish(op.join(parts), case.v, ctx)
         for order_name, result in masked.items():
             torch.testing.assert_close(result[:, :, left], wanted, msg=lambda m, o=order_name: f"{o}: {m}")
 

@@ -94,6 +94,7 @@ class LocalBranch(nn.Module):
         size = {"dwc3": 3, "dwc5": 5}[kind]
         self.conv = nn.Conv2d(channels, channels, size, padding=size // 2, groups=channels)
         nn.init.zeros_(self.conv.weight)
+        assert self.conv.bias is not None
         nn.init.zeros_(self.conv.bias)
 
     def forward(
@@ -135,7 +136,7 @@ class Operator(nn.Module, ABC):
     """Paper and arXiv id."""
     notes: ClassVar[str] = ""
     """What somebody who converts a model should know: how it differs from the paper's code, what becomes of weights."""
-    cost: ClassVar[str] = "4 N d^2"
+    cost: ClassVar[str] = "2 N d^2"
     """Multiplications of one head for N tokens and head width d, in the order that long sequences take."""
     carries: ClassVar[frozenset[str]] = frozenset({"key_mask"})
     """What of the context the operator takes into account: ``key_mask``, ``bias``."""

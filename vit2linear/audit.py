@@ -104,9 +104,10 @@ class _SoftmaxCounter(TorchFunctionMode):
         super().__init__()
         self.count = 0
         self._site: LinearAttention | None = None
+        self._tokens = 0
 
     def enter(self, module: LinearAttention, args: Any) -> None:
-        self._site = module
+        self._site, self._tokens = module, args[0].shape[1]
 
     def leave(self, module: LinearAttention, args: Any, output: Any) -> None:
         self._site = None
@@ -119,9 +120,9 @@ class _SoftmaxCounter(TorchFunctionMode):
             self.count += args[0].shape[-2] == args[1].shape[-2]
         elif func in (torch.softmax, Tensor.softmax, F.softmax):
             rows, columns = args[0].shape[-2:] if args[0].ndim > 1 else (0, 1)
-            # With as many tokens as features in a head, a softmax over features looks like one over tokens.
-            over_features = self._site is not None and columns == self._site.head_dim and self._site.op.linear
-            self.count += rows == columns and not over_features
+            # In a converted site a square softmax may be one over features or landmarks: only tokens count.
+            elsewhere = self._site is not None and (columns != self._tokens or self._site.op.linear)
+            self.count += rows == columns and not elsewhere
         return func(*args, **kwargs)
 
 

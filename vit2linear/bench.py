@@ -166,7 +166,7 @@ def flops(job: Job, name: str, size: int) -> int:
         pixels = torch.randn(1, model.in_chans, size, size)  # type: ignore[call-overload]
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(pixels)
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
 
 
 def peak_mib(job: Job, name: str, size: int, device: torch.device) -> float:

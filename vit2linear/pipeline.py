@@ -230,7 +230,8 @@ def bench_job(ref: str, batch_size: int) -> Job:
 
 def device_of(name: str) -> torch.device:
     """``auto``, ``cpu``, ``cuda`` or ``mps`` as a device that is there."""
-    return _accelerator(override(Recipe(), run__device=name)).device
+    device: torch.device = _accelerator(override(Recipe(), run__device=name)).device
+    return device
 
 
 def summary(report: EvalReport) -> str:
@@ -296,7 +297,8 @@ def _default_output(ref: ModelRef, plan: Plan) -> str:
     operators = sorted({s.op for s in plan.replaced})
     if not operators:
         raise RecipeError("the rules keep every site, so there is nothing to convert.")
-    return "-".join([Path(name.removeprefix("local-dir:")).resolve().name, *operators])
+    short = [op.split(":")[-1].lower() for op in operators]
+    return "-".join([Path(name.removeprefix("local-dir:")).resolve().name, *short])
 
 
 def _accelerator(recipe: Recipe) -> Accelerator:

@@ -1,8 +1,8 @@
 """One N x N form for each operator, in a file of its name, written from the paper's formula.
 
 Nothing here imports the package: a file gets numbers and gives numbers. ``routing(case)`` returns the map, (batch,
-heads times streams, tokens, tokens); ``gate(case, heads)``, where there is one, what is done to the heads after it. An operator
-that is not linear in v gives ``heads(case)`` instead.
+heads times streams, tokens, tokens); ``finish(case, heads)``, where there is one, what is done to the heads after it.
+An operator that is not linear in v gives ``heads(case)`` instead.
 """
 
 from __future__ import annotations

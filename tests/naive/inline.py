@@ -13,7 +13,7 @@ def routing(case: Case) -> Tensor:
     return valid * (1 + logits - mean_logit[..., None]) / count
 
 
-def gate(case: Case, heads: Tensor) -> Tensor:
+def finish(case: Case, heads: Tensor) -> Tensor:
     """The local branch, which is an addition to the patch rows: 3x3 kernels of each channel of each image."""
     if not case.options["dyn3"]:
         return heads

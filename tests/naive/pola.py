@@ -28,7 +28,7 @@ def routing(case: Case) -> Tensor:
     return torch.stack(maps, dim=2).flatten(1, 2)
 
 
-def gate(case: Case, heads: Tensor) -> Tensor:
+def finish(case: Case, heads: Tensor) -> Tensor:
     weight, bias = case.params["output_gate.weight"], case.params["output_gate.bias"]
     batch, h, tokens, d = heads.shape
     factor = torch.einsum("bnc,oc->bno", case.x, weight) + bias

@@ -17,7 +17,7 @@ def routing(case: Case) -> Tensor:
     return kernel / (kernel.sum(-1, keepdim=True) + 1e-6 * count[..., None])
 
 
-def gate(case: Case, heads: Tensor) -> Tensor:
+def finish(case: Case, heads: Tensor) -> Tensor:
     weight, bias = case.params["output_gate.weight"], case.params["output_gate.bias"]
     batch, h, tokens, d = heads.shape
     factor = torch.einsum("bnc,oc->bno", case.x, weight) + bias

@@ -63,8 +63,8 @@ def bench(
             print_json({"base": job.base, "device": str(place), "measurements": rows, "wins_from": wins})
             return
         out.print(_table(found))
-        for name, size in wins.items():
-            text = f"faster than softmax from {size} px" if size else "not faster than softmax at the largest size"
+        for name, win in wins.items():
+            text = f"faster than softmax from {win} px" if win else "not faster than softmax at the largest size"
             out.print(f"{name}: {text}", markup=False)
 
 

@@ -51,10 +51,13 @@ class KernelOperator(Operator):
     def row_rule(self, z: Float[Tensor, "batch maps queries 1"]) -> Row:
         """a(z) and b(z)."""
 
-    def gate(
-        self, heads: Float[Tensor, "batch heads queries value_dim"], ctx: AttentionContext
+    def finish(
+        self,
+        heads: Float[Tensor, "batch heads queries value_dim"],
+        v: Float[Tensor, "batch heads keys value_dim"],
+        ctx: AttentionContext,
     ) -> Float[Tensor, "batch heads queries value_dim"]:
-        """What an operator does to its heads after the routing; nothing by default, and not part of the map."""
+        """What an operator does to its heads after the routing: gates, branches. By default nothing; not in the map."""
         return heads
 
     def forward(
@@ -68,9 +71,10 @@ class KernelOperator(Operator):
         wide = torch.promote_types(v.dtype, torch.float32)
         with torch.autocast(v.device.type, enabled=False):
             phi_q, phi_k = self.features(q.to(wide), k.to(wide), ctx)
-            order = self.quadratic_order if self.prefers_quadratic(phi_q, phi_k, v) else self.linear_order
-            heads = order(phi_q, phi_k, self.split(v.to(wide)), ctx.key_mask)
-            return self.gate(self.join(heads), ctx).to(v.dtype)
+            parts = self.split(v.to(wide))
+            order = self.quadratic_order if self.prefers_quadratic(phi_q, phi_k, parts) else self.linear_order
+            heads = self.join(order(phi_q, phi_k, parts, ctx.key_mask))
+            return self.finish(heads, v.to(wide), ctx).to(v.dtype)
 
     def order(self, ctx: AttentionContext) -> str:
         """As ``prefers_quadratic`` decides from the shapes of the features; runs on the meta device."""
@@ -89,13 +93,15 @@ class KernelOperator(Operator):
         """Values as (batch, heads * streams, keys, value_dim / streams)."""
         if self.streams == 1:
             return v
-        return v.unflatten(-1, (self.streams, -1)).transpose(2, 3).flatten(1, 2)
+        parts: Tensor = v.unflatten(-1, (self.streams, -1)).transpose(2, 3).flatten(1, 2)
+        return parts
 
     def join(self, heads: Float[Tensor, "batch maps queries part"]) -> Tensor:
         """The inverse of ``split``."""
         if self.streams == 1:
             return heads
-        return heads.unflatten(1, (-1, self.streams)).transpose(2, 3).flatten(3)
+        whole: Tensor = heads.unflatten(1, (-1, self.streams)).transpose(2, 3).flatten(3)
+        return whole
 
     def linear_order(
         self,

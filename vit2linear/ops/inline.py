@@ -54,15 +54,13 @@ class InLineAttention(AffineRule):
         """s q, k."""
         return q * self.geometry.scale, k
 
-    def forward(
+    def finish(
         self,
-        q: Float[Tensor, "batch heads queries head_dim"],
-        k: Float[Tensor, "batch heads keys head_dim"],
+        heads: Float[Tensor, "batch heads queries value_dim"],
         v: Float[Tensor, "batch heads keys value_dim"],
         ctx: AttentionContext,
     ) -> Float[Tensor, "batch heads queries value_dim"]:
-        """A v, with the local branch where there is one."""
-        heads = super().forward(q, k, v, ctx)
+        """Heads plus the local branch, where there is one."""
         return heads if self.dyn3 is None else self.dyn3(heads, v, ctx)
 
 

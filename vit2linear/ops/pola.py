@@ -58,8 +58,11 @@ class PolaAttention(SumRule):
         same, opposite = torch.cat([q_plus, q_minus], dim=-1), torch.cat([q_minus, q_plus], dim=-1)
         return torch.stack([same, opposite], dim=2).flatten(1, 2), phi_k.repeat_interleave(2, dim=1)
 
-    def gate(
-        self, heads: Float[Tensor, "batch heads queries value_dim"], ctx: AttentionContext
+    def finish(
+        self,
+        heads: Float[Tensor, "batch heads queries value_dim"],
+        v: Float[Tensor, "batch heads keys value_dim"],
+        ctx: AttentionContext,
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """Heads times a linear map of the block input, without activation."""
         return gated(heads, self.output_gate, ctx)

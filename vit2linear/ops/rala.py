@@ -48,8 +48,11 @@ class RALA(SumRule):
             scores = scores.masked_fill(~valid, float("-inf"))
         return phi_q, phi_k * (scores.softmax(-2) * count_keys(k, ctx))
 
-    def gate(
-        self, heads: Float[Tensor, "batch heads queries value_dim"], ctx: AttentionContext
+    def finish(
+        self,
+        heads: Float[Tensor, "batch heads queries value_dim"],
+        v: Float[Tensor, "batch heads keys value_dim"],
+        ctx: AttentionContext,
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """Heads times a linear map of the block input, without activation."""
         return gated(heads, self.output_gate, ctx)
