@@ -135,7 +135,7 @@ def test_rules_are_matched_in_order_and_keep_keeps() -> None:
     [
         ([Rule(sites="blocks.9.*")], RecipeError, "no site is left for the rule 'blocks.9"),
         ([Rule(), Rule(sites="blocks.0.*")], RecipeError, "convert.1: no site is left"),
-        ([Rule(options={"dim": 3})], RecipeError, "has no option 'dim'"),
+        ([Rule(options={"dim": 3})], RecipeError, "operator 'relu': dim: unknown key; allowed here: nothing"),
     ],
 )
 def test_bad_rules(rules: list[Rule], error: type[Exception], text: str) -> None:

@@ -308,6 +308,6 @@ def _build_dataclass(kind: Any, value: dict[str, Any], default: Any, where: str,
             built[key] = _build(hints[key], item, getattr(default, key), path, problems)
             continue
         close = get_close_matches(key, fields, n=1)
-        guess = f"did you mean {close[0]!r}?" if close else f"allowed here: {', '.join(fields)}"
+        guess = f"did you mean {close[0]!r}?" if close else f"allowed here: {', '.join(fields) or 'nothing'}"
         problems.append(f"{path}: unknown key; {guess}")
     return dataclasses.replace(default, **built)

@@ -116,9 +116,14 @@ class KernelOperator(Operator):
         z = phi_q @ (phi_k.sum(-2, keepdim=True) / count).transpose(-2, -1)
         a, b = self.row_rule(z)
         out = phi_q @ state
+        # Without gradients in place: a fresh tensor of this size costs more (page faults) than filling it.
+        in_place = not out.requires_grad
         if a is not None:
-            out = out * a
-        return out if b is None else out + b * (v.sum(-2, keepdim=True) / count)
+            out = out.mul_(a) if in_place else out * a
+        if b is None:
+            return out
+        mean = v.sum(-2, keepdim=True) / count
+        return out.addcmul_(b, mean) if in_place else torch.addcmul(out, b, mean)
 
     def quadratic_order(
         self,

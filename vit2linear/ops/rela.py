@@ -18,8 +18,8 @@ class RectifiedAttention(Operator):
     summary = "relu(q k^T / sqrt(d)) / N, quadratic, rows sum to anything"
     reference = "Replacing softmax with ReLU in Vision Transformers, arXiv 2309.08586"
     notes = (
-        "Not linear in the number of tokens: it removes the softmax only, and without a fused kernel it is slower than softmax. "
-        "The division by the number of keys is the paper's; ReLA (arXiv 2104.07012) normalises the output instead."
+        "Not linear in the number of tokens: it removes the softmax only, and is slower than softmax for want of a fused "
+        "kernel. The division by the number of keys is the paper's; ReLA (arXiv 2104.07012) normalises the output instead."
     )
     cost = "2 N^2 d"
     carries = frozenset({"key_mask", "bias"})
