@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -262,3 +264,25 @@ def test_grid_that_does_not_match_the_tokens_is_an_error() -> None:
     assert context(case).patch_grid() == (3, 4)
     with pytest.raises(SurgeryError, match="patch grid is"):
         replace(context(case), grid=(3, 5)).patch_grid()
+
+
+COMPILE = """
+import torch
+from vit2linear.attention import AttentionContext, HeadGeometry
+from vit2linear.recipe import OPERATORS
+
+for name in OPERATORS.names():
+    kind = OPERATORS.get(name)
+    torch.manual_seed(0)
+    op = kind(HeadGeometry(24, 3, 8, 8**-0.5), kind.Options())
+    q, k, v = torch.randn(3, 2, 3, 21, 8)
+    ctx = AttentionContext(torch.randn(2, 21, 24), (4, 5), 1)
+    torch.compiler.reset()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(op, backend="eager", fullgraph=True)(q, k, v, ctx), op(q, k, v, ctx))
+"""
+
+
+def test_compile_without_graph_breaks() -> None:
+    """In a process of its own, because the shape checks of these tests cannot be traced."""
+    subprocess.run([sys.executable, "-c", COMPILE], check=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -282,6 +283,13 @@ class Site:
     kind: str
     """Name of the site kind."""
     geometry: HeadGeometry
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Switch autocast off where it is on: for what needs float32 sums."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:

@@ -10,7 +10,7 @@ from vit2linear import __version__
 from vit2linear.cli.bench import bench
 from vit2linear.cli.convert import convert
 from vit2linear.cli.evaluate import evaluate
-from vit2linear.cli.ops import app as ops_app
+from vit2linear.cli.ops import ops
 from vit2linear.cli.push import push
 
 EXIT_CODES = """Exit codes: 0 done, 1 unexpected error, 2 wrong options or recipe, 3 source not reachable, 4 model not \
@@ -45,7 +45,7 @@ app.command()(convert)
 app.command("eval")(evaluate)
 app.command()(push)
 app.command()(bench)
-app.add_typer(ops_app, name="ops")
+app.command()(ops)
 
 
 def main() -> None:

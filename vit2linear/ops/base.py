@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from vit2linear.attention import AttentionContext, Operator
+from vit2linear.attention import AttentionContext, Operator, no_autocast
 
 
 class Row(NamedTuple):
@@ -69,7 +69,7 @@ class KernelOperator(Operator):
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """A v, in the order that costs less."""
         wide = torch.promote_types(v.dtype, torch.float32)
-        with torch.autocast(v.device.type, enabled=False):
+        with no_autocast(v.device):
             phi_q, phi_k = self.features(q.to(wide), k.to(wide), ctx)
             parts = self.split(v.to(wide))
             order = self.quadratic_order if self.prefers_quadratic(phi_q, phi_k, parts) else self.linear_order
@@ -144,7 +144,7 @@ class KernelOperator(Operator):
     ) -> Float[Tensor, "batch maps queries keys"]:
         """The routing matrix A."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        with torch.autocast(q.device.type, enabled=False):
+        with no_autocast(q.device):
             return self._routing(*self.features(q.to(wide), k.to(wide), ctx), ctx.key_mask)
 
     def _routing(self, phi_q: Tensor, phi_k: Tensor, key_mask: Tensor | None) -> Tensor:

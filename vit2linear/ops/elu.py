@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional as F
 
 from vit2linear.attention import AttentionContext
+from vit2linear.ops._parts import elu_plus_one
 from vit2linear.ops.base import SumRule
 
 
@@ -25,4 +25,4 @@ class ELUAttention(SumRule):
         ctx: AttentionContext,
     ) -> tuple[Float[Tensor, "batch maps queries features"], Float[Tensor, "batch maps keys features"]]:
         """elu(q) + 1, elu(k) + 1."""
-        return F.elu(q) + 1, F.elu(k) + 1
+        return elu_plus_one(q), elu_plus_one(k)

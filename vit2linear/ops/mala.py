@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional as F
 
 from vit2linear.attention import AttentionContext
+from vit2linear.ops._parts import elu_plus_one
 from vit2linear.ops.base import KernelOperator, Row
 
 
@@ -33,7 +33,7 @@ class MALA(KernelOperator):
         ctx: AttentionContext,
     ) -> tuple[Float[Tensor, "batch maps queries features"], Float[Tensor, "batch maps keys features"]]:
         """s (elu(q) + 1), elu(k) + 1."""
-        return (F.elu(q) + 1) * self.geometry.scale, F.elu(k) + 1
+        return (elu_plus_one(q)) * self.geometry.scale, elu_plus_one(k)
 
     def row_rule(self, z: Float[Tensor, "batch maps queries 1"]) -> Row:
         """a = 1 + 1 / (z + eps), b = -z."""

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit2linear.attention import AttentionContext, HeadGeometry, Operator
+from vit2linear.attention import AttentionContext, HeadGeometry, Operator, no_autocast
 from vit2linear.ops._parts import check_positive, refuse_key_mask
 
 EPS = 1e-6
@@ -61,7 +61,7 @@ class MultiHeadLinearAttention(Operator):
         """Queries times their block's mixture of all blocks' states."""
         (rows, columns), prefix = self._grid(ctx), ctx.num_prefix
         wide = torch.promote_types(v.dtype, torch.float32)
-        with torch.autocast(v.device.type, enabled=False):
+        with no_autocast(v.device):
             phi_q, phi_k = F.relu(q.to(wide)), F.relu(k.to(wide))
             values = torch.cat([v.to(wide), v.new_ones(*v.shape[:3], 1, dtype=wide)], dim=-1)
             (q0, qb), (k0, kb), (v0, vb) = (self._cut(t, rows, columns, prefix) for t in (phi_q, phi_k, values))
@@ -80,7 +80,7 @@ class MultiHeadLinearAttention(Operator):
         """The routing matrix A."""
         wide = torch.promote_types(q.dtype, torch.float32)
         block = self._block_of(ctx, q.device)
-        with torch.autocast(q.device.type, enabled=False):
+        with no_autocast(q.device):
             mixing = self.mixing.to(wide).abs()[block][:, block]
             kernel = mixing * (F.relu(q.to(wide)) @ F.relu(k.to(wide)).mT)
             return kernel / (kernel.sum(-1, keepdim=True) + EPS * k.shape[2])

@@ -6,10 +6,9 @@ from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional as F
 
 from vit2linear.attention import AttentionContext, HeadGeometry
-from vit2linear.ops._parts import gated, token_mean, unit_gate
+from vit2linear.ops._parts import elu_plus_one, gated, token_mean, unit_gate
 from vit2linear.ops.base import SumRule, count_keys
 
 
@@ -41,7 +40,7 @@ class RALA(SumRule):
         ctx: AttentionContext,
     ) -> tuple[Float[Tensor, "batch maps queries features"], Float[Tensor, "batch maps keys features"]]:
         """elu(q) + 1, and elu(k) + 1 weighted by how much the mean query asks for the key."""
-        phi_q, phi_k = F.elu(q) + 1, F.elu(k) + 1
+        phi_q, phi_k = elu_plus_one(q), elu_plus_one(k)
         valid = None if ctx.key_mask is None else ctx.key_mask[:, None, :, None]
         scores = phi_k @ token_mean(phi_q, valid).transpose(-2, -1) * self.geometry.scale
         if valid is not None:

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit2linear.attention import AttentionContext, Operator
+from vit2linear.attention import AttentionContext, Operator, no_autocast
 
 
 class RectifiedAttention(Operator):
@@ -18,8 +18,9 @@ class RectifiedAttention(Operator):
     summary = "relu(q k^T / sqrt(d)) / N, quadratic, rows sum to anything"
     reference = "Replacing softmax with ReLU in Vision Transformers, arXiv 2309.08586"
     notes = (
-        "Not linear in the number of tokens: it removes the softmax only, and is slower than softmax for want of a fused "
-        "kernel. The division by the number of keys is the paper's; ReLA (arXiv 2104.07012) normalises the output instead."
+        "Not linear in the number of tokens: it removes the softmax only, and is slower than softmax for want of a "
+        "fused kernel. The division by the number of keys is the paper's; ReLA (arXiv 2104.07012) normalises the "
+        "output instead."
     )
     cost = "2 N^2 d"
     carries = frozenset({"key_mask", "bias"})
@@ -34,7 +35,7 @@ class RectifiedAttention(Operator):
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """relu(s q k^T + bias) v / N."""
         wide = torch.promote_types(v.dtype, torch.float32)
-        with torch.autocast(v.device.type, enabled=False):
+        with no_autocast(v.device):
             weights, count = self._weights(q.to(wide), k.to(wide), ctx)
             values = v.to(wide)
             if ctx.key_mask is not None:
@@ -49,7 +50,7 @@ class RectifiedAttention(Operator):
     ) -> Float[Tensor, "batch heads queries keys"]:
         """relu(s q k^T + bias) / N."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        with torch.autocast(q.device.type, enabled=False):
+        with no_autocast(q.device):
             weights, count = self._weights(q.to(wide), k.to(wide), ctx)
             return weights / count
 

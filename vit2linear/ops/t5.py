@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit2linear.attention import AttentionContext, HeadGeometry, LocalBranch, Operator, centered
+from vit2linear.attention import AttentionContext, HeadGeometry, LocalBranch, Operator, centered, no_autocast
 from vit2linear.ops.base import count_keys
 
 
@@ -51,7 +51,7 @@ class T5Attention(Operator):
         k = _normalized(k, ctx)
         q, k = self.q_local(q, q, ctx), self.k_local(k, k, ctx)
         wide = torch.promote_types(v.dtype, torch.float32)
-        with torch.autocast(v.device.type, enabled=False):
+        with no_autocast(v.device):
             values = v.to(wide)
             if ctx.key_mask is not None:
                 values = torch.where(ctx.key_mask[:, None, :, None], values, 0.0)

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit2linear.attention import AttentionContext, HeadGeometry, Operator
+from vit2linear.attention import AttentionContext, HeadGeometry, Operator, no_autocast
 from vit2linear.ops._parts import linear
 from vit2linear.ops.base import count_keys
 
@@ -54,7 +54,7 @@ class TTTAttention(Operator):
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """The SwiGLU heads, and on patches the convolution."""
         wide = torch.promote_types(v.dtype, torch.float32)
-        with torch.autocast(v.device.type, enabled=False):
+        with no_autocast(v.device):
             heads = self._swiglu(q.to(wide), k.to(wide), v.to(wide), ctx)
             local = self._convolution(ctx.x.to(wide), ctx).unflatten(2, (q.shape[1], -1)).transpose(1, 2)
             prefix = ctx.num_prefix
