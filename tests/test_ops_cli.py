@@ -66,6 +66,22 @@ def test_options_are_typed_and_validated() -> None:
         make_plan(model, [Rule(op="agent", options={"landmarks": 0})])
 
 
+def test_options_on_the_command_line(checkpoint: Path, cli: Run) -> None:
+    args = ["convert", checkpoint, "--op", "agent", "--dry-run", "--json"]
+    plan = json.loads(cli(*args, "--option", "landmarks=2", "--option", "bias=true").stdout)["plan"]
+    assert plan[0]["options"] == {"landmarks": 2, "bias": True} and plan[0]["evaluation"] == "linear order, 2 landmarks"
+    assert "is not KEY=VALUE" in cli(*args, "--option", "landmarks", code=2).stderr
+    assert "landmarks: 'two' is not an integer" in cli(*args, "--option", "landmarks=two", code=2).stderr
+
+
+def test_modifiers_change_the_plan_of_a_recipe(checkpoint: Path, cli: Run) -> None:
+    Path("recipe.toml").write_text('[[convert]]\nsites = "blocks.0.*"\nop = "elu"\n[[convert]]\nop = "mala"\n')
+    done = cli("convert", checkpoint, "--recipe", "recipe.toml", "--local", "dwc3", "--dry-run", "--json")
+    plan = json.loads(done.stdout)["plan"]
+    assert [p["op"] for p in plan] == ["elu", "mala", "mala", "mala"]
+    assert all(p["modifiers"]["local"] == "dwc3" for p in plan)
+
+
 def test_the_plan_names_order_and_landmarks() -> None:
     with torch.device("meta"):
         model = timm.create_model("vit_base_patch16_224", depth=1)

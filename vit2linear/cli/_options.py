@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import tomllib
+from typing import Annotated, Any
 
 import typer
+
+from vit2linear.errors import RecipeError
 
 Data = Annotated[
     str | None,
@@ -18,3 +21,18 @@ Workers = Annotated[int | None, typer.Option("--workers", "-j", help="Loader pro
 EvalSamples = Annotated[int | None, typer.Option("--num-samples", help="Evaluate at most so many images.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else there.")]
+
+
+def key_value(text: str) -> tuple[str, Any]:
+    """``landmarks=9`` as a pair; the value is read as TOML, or taken as a string where it is none.
+
+    Raises:
+        RecipeError: there is no ``=``.
+    """
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise RecipeError(f"--option: {text!r} is not KEY=VALUE.", "For example: --option landmarks=9.")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()

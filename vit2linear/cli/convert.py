@@ -21,6 +21,9 @@ def convert(
         typer.Argument(help="demo, a Hub id, a folder, a timm name, hf-hub:ID or local-dir:PATH.", show_default=False),
     ] = None,
     op: Annotated[str | None, typer.Option(help="Operator for every site, such as relu or elu.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="Option of the operator, KEY=VALUE; may be repeated. See ops show.")
+    ] = None,
     local: Annotated[str | None, typer.Option(help="none, dwc3 or dwc5: depthwise convolution beside it.")] = None,
     center_keys: Annotated[bool | None, typer.Option("--center-keys", help="Subtract the mean key.")] = None,
     data: o.Data = None,
@@ -48,13 +51,17 @@ def convert(
         from vit2linear.recipe import Recipe, override, read_recipe
 
         request = read_recipe(recipe) if recipe is not None else Recipe()
-        rule = {k: v for k, v in (("op", op), ("local", local), ("center_keys", center_keys)) if v is not None}
+        options = dict(o.key_value(text) for text in option or []) or None
+        given = {"op": op, "options": options, "local": local, "center_keys": center_keys}
+        changes = {k: v for k, v in given.items() if v is not None}
+        # A new operator is a new plan; the rest changes the plan that there is.
+        rules = [changes] if op is not None else [{**vars(rule), **changes} for rule in request.convert]
         request = override(
             request,
             source__model=source,
             source__revision=revision,
             source__img_size=img_size,
-            convert=[rule] if rule else None,
+            convert=rules,
             distill__steps=distill_steps,
             distill__batch_size=batch_size,
             data__path=data,
