@@ -15,8 +15,9 @@ TABLE_SIDE = 14
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
-    """elu(x) + 1, as the larger of its two branches: torch's own elu is eight times slower on CPUs."""
-    return torch.maximum(x + 1, x.clamp_max(0).exp())
+    """elu(x) + 1 as exp(min(x, 0)) + max(x, 0): torch's own elu is eight times slower on CPUs."""
+    low = x.clamp_max(0)
+    return low.exp() + F.relu(x) if x.requires_grad else low.exp_().add_(F.relu(x))
 
 
 def token_mean(
