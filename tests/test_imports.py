@@ -13,16 +13,19 @@ PACKAGE = Path(vit2linear.__file__).parent
 # Later layers may import earlier ones, and their own; ops, sites and sources never import each other.
 LAYERS = [
     {"errors"},
-    {"recipe", "registry", "reporting", "hub", "entry"},
+    {"strict", "registry", "reporting", "hub", "entry"},
+    {"recipe"},
+    {"context"},
+    {"modifiers"},
     {"attention"},
     {"ops", "sites", "sources", "losses"},
     {"resolve"},
     {"surgery", "model"},
-    {"images", "classes", "data", "audit"},
+    {"images", "classes", "data", "audit", "devices"},
     {"distill"},
     {"catalogue", "compare", "evaluation", "bench"},
     {"artifact", "card", "plots"},
-    {"pipeline"},
+    {"pipeline", "finished"},
     {"cli", "__main__", "__init__"},
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from tests.naive import Case, form_of
-from vit2linear.attention import AttentionContext, HeadGeometry, Modifiers, Operator
+from vit2linear.attention import Operator
+from vit2linear.context import AttentionContext, HeadGeometry
 from vit2linear.errors import SurgeryError
+from vit2linear.modifiers import Modifiers
 from vit2linear.ops.base import KernelOperator
 from vit2linear.recipe import OPERATORS
 
@@ -268,7 +270,7 @@ def test_grid_that_does_not_match_the_tokens_is_an_error() -> None:
 
 COMPILE = """
 import torch
-from vit2linear.attention import AttentionContext, HeadGeometry
+from vit2linear.context import AttentionContext, HeadGeometry
 from vit2linear.recipe import OPERATORS
 
 for name in OPERATORS.names():

@@ -81,7 +81,8 @@ def test_conversion_keeps_names_and_weights_and_removes_the_softmax(name: str, a
 def test_gated_attention_is_carried() -> None:
     from timm.layers import Attention
 
-    from vit2linear.attention import AttentionContext, GridRef, LinearAttention
+    from vit2linear.attention import LinearAttention
+    from vit2linear.context import AttentionContext, GridRef
     from vit2linear.ops.softmax import SoftmaxAttention
     from vit2linear.sites.attention import AttentionSite
 

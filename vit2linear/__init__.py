@@ -14,9 +14,9 @@ from vit2linear import entry, errors
 from vit2linear.recipe import Recipe
 
 if TYPE_CHECKING:
+    from vit2linear.finished import evaluate as evaluate
+    from vit2linear.finished import load as load
     from vit2linear.pipeline import convert as convert
-    from vit2linear.pipeline import evaluate as evaluate
-    from vit2linear.pipeline import load as load
     from vit2linear.surgery import linearize as linearize
 
 __version__ = "0.1.0"
@@ -24,9 +24,9 @@ __all__ = ["Recipe", "convert", "errors", "evaluate", "linearize", "load"]
 
 _LAZY = {
     "convert": "vit2linear.pipeline",
-    "evaluate": "vit2linear.pipeline",
+    "evaluate": "vit2linear.finished",
     "linearize": "vit2linear.surgery",
-    "load": "vit2linear.pipeline",
+    "load": "vit2linear.finished",
 }
 
 

@@ -8,121 +8,16 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from vit2linear.context import AttentionContext, GridRef, HeadGeometry
 from vit2linear.errors import SurgeryError
-
-
-@dataclass(frozen=True)
-class HeadGeometry:
-    """Sizes of one site: input width, heads, width of a head, and the factor on q.k."""
-
-    width: int
-    num_heads: int
-    head_dim: int
-    scale: float
-
-
-@dataclass
-class AttentionContext:
-    """Everything an operator may need besides q, k and v."""
-
-    x: Float[Tensor, "batch tokens channels"]
-    """The normalised block input."""
-    grid: tuple[int, int] | None = None
-    """Rows and columns of patches, as seen by the patch embedding of this forward."""
-    num_prefix: int = 0
-    """Tokens before the patches: class, distillation, registers."""
-    key_mask: Bool[Tensor, "batch keys"] | None = None
-    """True where a key is a real token."""
-    bias: Float[Tensor, "#batch #heads queries keys"] | None = None
-    """Additive bias on the logits."""
-
-    def patch_grid(self) -> tuple[int, int]:
-        """Rows and columns of the patches, checked against the number of tokens."""
-        tokens = self.x.shape[1] - self.num_prefix
-        if self.grid is None or self.grid[0] * self.grid[1] != tokens:
-            raise SurgeryError(
-                f"the patch grid is {self.grid}, but {tokens} patch tokens follow {self.num_prefix} prefix tokens.",
-                "Tokens may not be dropped or added between the patch embedding and an operator that uses the grid.",
-            )
-        return self.grid
-
-
-@dataclass(frozen=True)
-class Modifiers:
-    """What any operator can be combined with; all of it inert at step 0 but for the centring."""
-
-    local: Literal["none", "dwc3", "dwc5"] = "none"
-    """Depthwise convolution of the values on the patch grid, zero-initialised, added to patch rows."""
-    center_keys: bool = False
-    """Subtract the mean key over tokens, which softmax does not see (T5, arXiv 2605.02772)."""
-
-
-class GridRef:
-    """The patch grid of the running forward; one per model, filled by a hook on the patch embedding.
-
-    Blocks receive (batch, tokens, channels) only, and the square root of the number of tokens is no grid. An instance
-    is the hook itself, so that copying a model copies hook and reference together.
-    """
-
-    def __init__(self, num_prefix: int = 0) -> None:
-        self.grid: tuple[int, int] | None = None
-        self.num_prefix = num_prefix
-
-    def __call__(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook on a timm ``PatchEmbed``: pixels in, patches out."""
-        height, width = args[0].shape[-2:]
-        rows, columns = module.dynamic_feat_size((height, width))
-        self.grid = (rows, columns)
-
-
-class LocalBranch(nn.Module):
-    """The modifier ``local``: a depthwise convolution of v over the patch grid, added to the patch rows of the heads.
-
-    Prefix tokens take part in the operator only. Zero-initialised (references start at random), so that a converted
-    model starts from the copied weights.
-    """
-
-    def __init__(self, channels: int, kind: str) -> None:
-        super().__init__()
-        size = {"dwc3": 3, "dwc5": 5}[kind]
-        self.conv = nn.Conv2d(channels, channels, size, padding=size // 2, groups=channels)
-        nn.init.zeros_(self.conv.weight)
-        assert self.conv.bias is not None
-        nn.init.zeros_(self.conv.bias)
-
-    def forward(
-        self,
-        heads: Float[Tensor, "batch heads tokens value_dim"],
-        v: Float[Tensor, "batch heads tokens value_dim"],
-        ctx: AttentionContext,
-    ) -> Float[Tensor, "batch heads tokens value_dim"]:
-        """``heads`` with the branch added."""
-        grid, prefix = ctx.patch_grid(), ctx.num_prefix
-        if ctx.key_mask is not None:
-            v = torch.where(ctx.key_mask[:, None, :, None], v, 0.0)
-        patches = v[:, :, prefix:].transpose(2, 3).flatten(1, 2).unflatten(2, grid)
-        local = self.conv(patches).flatten(2).unflatten(1, v.shape[1::2]).transpose(2, 3)
-        return torch.cat([heads[:, :, :prefix], heads[:, :, prefix:] + local], dim=2)
-
-
-def centered(
-    k: Float[Tensor, "batch heads keys head_dim"], key_mask: Bool[Tensor, "batch keys"] | None
-) -> Float[Tensor, "batch heads keys head_dim"]:
-    """Keys minus their mean over valid tokens, the mean in float32."""
-    wide = k.to(torch.promote_types(k.dtype, torch.float32))
-    if key_mask is None:
-        return (wide - wide.mean(-2, keepdim=True)).to(k.dtype)
-    mask = key_mask[:, None, :, None]
-    count = mask.sum(-2, keepdim=True).clamp_min(1)
-    return (wide - torch.where(mask, wide, 0.0).sum(-2, keepdim=True) / count).to(k.dtype)
+from vit2linear.modifiers import LocalBranch, Modifiers, centered
 
 
 class Operator(nn.Module, ABC):
@@ -283,13 +178,6 @@ class Site:
     kind: str
     """Name of the site kind."""
     geometry: HeadGeometry
-
-
-def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Switch autocast off where it is on: for what needs float32 sums."""
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 def set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:

@@ -20,18 +20,18 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 import vit2linear
-from vit2linear import artifact, card, model, surgery
-from vit2linear.artifact import Artifact, open_artifact
+from vit2linear import artifact, card, model
+from vit2linear.artifact import Artifact
 from vit2linear.audit import audit
-from vit2linear.bench import Job
 from vit2linear.compare import EvalReport
 from vit2linear.data import train_batches, train_view
+from vit2linear.devices import accelerator_for
 from vit2linear.distill.loop import StageReport, run_stage, split_steps
-from vit2linear.errors import ArtifactError, RecipeError
+from vit2linear.errors import RecipeError
 from vit2linear.evaluation import Judge, default_images, open_judge
 from vit2linear.images import DEFAULT_NOTE
 from vit2linear.losses import check_losses
-from vit2linear.recipe import KEEP, Recipe, override, to_toml
+from vit2linear.recipe import Recipe, override, to_toml
 from vit2linear.reporting import Reporter
 from vit2linear.resolve import DEMO, layout_of, resolve
 from vit2linear.sources.base import ModelRef, ModelSpec
@@ -120,7 +120,7 @@ def convert(
     """
     prepared = prepare(recipe, overwrite)
     recipe, plan, steps = prepared.recipe, prepared.plan, prepared.recipe.distill.steps or 0
-    accelerator = _accelerator(recipe)
+    accelerator = accelerator_for(recipe)
     if reporter is None or not accelerator.is_main_process:
         reporter = Reporter()
     for note in prepared.notes:
@@ -165,73 +165,6 @@ def convert(
     portable = dataclasses.replace(recipe, output=dataclasses.replace(recipe.output, dir=None))
     text = card.render(prepared.output.name, prepared.ref, licence, plan, stages, report)
     return artifact.write(prepared.output, student, prepared.data_config, to_toml(portable), record, text)
-
-
-def load(ref: str, revision: str | None = None) -> nn.Module:
-    """A converted model by folder or Hub id, in eval mode."""
-    return open_artifact(ref, revision).model()
-
-
-def evaluate(
-    ref: str | Artifact | None = None,
-    *,
-    data: str | None = None,
-    teacher: str | None = None,
-    ignore_labels: bool = False,
-    batch_size: int = 64,
-    workers: int = 2,
-    limit: int | None = None,
-    device: str = "auto",
-) -> EvalReport:
-    """A converted model beside its teacher, which is fetched again at its pinned commit.
-
-    Args:
-        ref: artifact, folder or Hub id; default: the newest artifact under the current folder.
-        data: images; default: those of the conversion, with the same ones held out.
-        teacher: the source's place, where a local folder has moved.
-        ignore_labels: do not match the images' classes with the model's.
-        batch_size, workers, limit, device: as in a recipe.
-
-    Raises:
-        ArtifactError, SourceError, DataError
-    """
-    opened = ref if isinstance(ref, Artifact) else open_artifact(ref)
-    record = opened.report
-    student = opened.model()
-    source = _source_again(record["source"], teacher)
-    spec = layout_of(source).spec(source)
-    size = list(student.patch_embed.img_size)  # type: ignore[union-attr, arg-type]
-    spec = dataclasses.replace(spec, model_args={**spec.model_args, "img_size": size})
-    module = model.load(source, spec).module
-    softmax = {p["site"]["path"]: {"op": "softmax"} for p in record["plan"] if p["op"] != KEEP}
-    same_images = data is None or data == record["data"]["path"]
-    judge = open_judge(
-        data or record["data"]["path"],
-        resolve_model_data_config(student),
-        int(student.num_classes),  # type: ignore[arg-type]
-        spec.pretrained_cfg.get("label_names"),
-        ignore_labels=ignore_labels or (same_images and record["data"]["ignore_labels"]),
-        held_out=record["data"]["held_out"] if same_images else None,
-        batch_size=batch_size,
-        workers=workers,
-        limit=limit,
-        device=device_of(device),
-    )
-    return judge(surgery.apply(module, softmax).eval(), student)
-
-
-def bench_job(ref: str, batch_size: int) -> Job:
-    """The architecture of an artifact, with its operators, for ``bench``."""
-    args = dict(open_artifact(ref).model_args)
-    operators, base = args.pop("operators"), args.pop("base")
-    rules = [{"sites": path, **entry} for path, entry in operators.items()]
-    return Job(base, {"this model": override(Recipe(), convert=rules).convert}, args, batch_size)
-
-
-def device_of(name: str) -> torch.device:
-    """``auto``, ``cpu``, ``cuda`` or ``mps`` as a device that is there."""
-    device: torch.device = _accelerator(override(Recipe(), run__device=name)).device
-    return device
 
 
 def summary(report: EvalReport) -> str:
@@ -299,31 +232,3 @@ def _default_output(ref: ModelRef, plan: Plan) -> str:
         raise RecipeError("the rules keep every site, so there is nothing to convert.")
     short = [op.split(":")[-1].lower() for op in operators]
     return "-".join([Path(name.removeprefix("local-dir:")).resolve().name, *short])
-
-
-def _accelerator(recipe: Recipe) -> Accelerator:
-    """Devices, processes and precision, as accelerate finds them; a device that is not there is an error."""
-    device, precision = recipe.run.device, recipe.run.precision
-    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not present.get(device, True):
-        raise RecipeError(f"run.device is {device!r}, but there is no such device here.", "Use --device auto or cpu.")
-    on_gpu = present["cuda"] and device in ("auto", "cuda")
-    if precision == "fp16" and not on_gpu:
-        raise RecipeError("run.precision is 'fp16', which needs a CUDA GPU.", "Use --precision bf16 or no.")
-    if precision == "auto":
-        precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "no"
-    return Accelerator(cpu=device == "cpu", mixed_precision=precision)
-
-
-def _source_again(record: dict[str, Any], place: str | None) -> ModelRef:
-    """The teacher of an artifact: the recorded repository at its commit, or a folder with the same weights."""
-    if "repo" in record and place is None:
-        found = resolve(f"hf-hub:{record['repo']}", record["commit"])
-        named_by_timm = record["name"] != record["repo"] and "/" not in record["name"]
-        return dataclasses.replace(found, name=record["name"], registry_name=record["name"] if named_by_timm else None)
-    found = resolve(place or record["name"])
-    if "weights_sha256" in record and found.record().get("weights_sha256") != record["weights_sha256"]:
-        raise ArtifactError(
-            f"the weights in {found.name!r} are not those that were converted.", "Point to the original with --teacher."
-        )
-    return found

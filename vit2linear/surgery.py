@@ -14,20 +14,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from vit2linear.attention import (
-    GridRef,
-    HeadGeometry,
-    LinearAttention,
-    Modifiers,
-    Operator,
-    Site,
-    SiteKind,
-    set_submodule,
-    sites_of,
-)
+from vit2linear.attention import LinearAttention, Operator, Site, SiteKind, set_submodule, sites_of
+from vit2linear.context import GridRef, HeadGeometry
 from vit2linear.errors import RecipeError, SurgeryError
-from vit2linear.recipe import KEEP, OPERATORS, Rule, build
+from vit2linear.modifiers import Modifiers
+from vit2linear.recipe import KEEP, OPERATORS, Rule
 from vit2linear.registry import Registry
+from vit2linear.strict import build
 
 SITES: Registry[SiteKind] = Registry("site kind", "vit2linear.sites", "vit2linear.attention:SiteKind")
 

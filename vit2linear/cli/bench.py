@@ -34,20 +34,21 @@ def bench(
     with exit_codes():
         import dataclasses
 
-        from vit2linear import pipeline
         from vit2linear.bench import Job, crossover, measure, parse_sizes
         from vit2linear.cli._output import err, out, print_json
+        from vit2linear.devices import device_of
+        from vit2linear.finished import bench_job
         from vit2linear.plots import plot_bench, pyplot
         from vit2linear.recipe import Recipe, override
 
         sizes = parse_sizes(img_size)
         if model is not None:
-            job = pipeline.bench_job(model, batch_size)
+            job = bench_job(model, batch_size)
         else:
             rules = {name: [{"op": name, "local": local}] for name in op.split(",")}
             variants = {name: override(Recipe(), convert=rule).convert for name, rule in rules.items()}
             job = Job(base, variants, {} if depth is None else {"depth": depth}, batch_size)
-        place = pipeline.device_of(device or "auto")
+        place = device_of(device or "auto")
         if plot is not None:
             pyplot()  # before the work, not after it
         found = []

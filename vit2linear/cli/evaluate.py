@@ -33,7 +33,7 @@ def evaluate(
     with exit_codes():
         import dataclasses
 
-        from vit2linear import pipeline
+        from vit2linear import finished
         from vit2linear.artifact import open_artifact
         from vit2linear.cli._output import err, out, print_json
         from vit2linear.recipe import Recipe, override
@@ -47,7 +47,7 @@ def evaluate(
         ).check()
         artifact = open_artifact(model)
         err.print(f"Evaluating {artifact.name}", markup=False)
-        report = pipeline.evaluate(
+        report = finished.evaluate(
             artifact,
             data=data,
             teacher=teacher,

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit2linear.attention import AttentionContext, HeadGeometry
+from vit2linear.context import AttentionContext, HeadGeometry
 from vit2linear.errors import RecipeError, SurgeryError
 
 TABLE_SIDE = 14

@@ -20,7 +20,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from vit2linear.attention import AttentionContext, Operator, no_autocast
+from vit2linear.attention import Operator
+from vit2linear.context import AttentionContext, no_autocast
 
 
 class Row(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
-from vit2linear.attention import AttentionContext
+from vit2linear.context import AttentionContext
 from vit2linear.ops._parts import elu_plus_one
 from vit2linear.ops.base import SumRule
 

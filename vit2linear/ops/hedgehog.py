@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit2linear.attention import AttentionContext, HeadGeometry
+from vit2linear.context import AttentionContext, HeadGeometry
 from vit2linear.ops.base import SumRule
 
 

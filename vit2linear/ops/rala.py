@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from vit2linear.attention import AttentionContext, HeadGeometry
+from vit2linear.context import AttentionContext, HeadGeometry
 from vit2linear.ops._parts import elu_plus_one, gated, token_mean, unit_gate
 from vit2linear.ops.base import SumRule, count_keys
 

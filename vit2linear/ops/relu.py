@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit2linear.attention import AttentionContext
+from vit2linear.context import AttentionContext
 from vit2linear.ops.base import SumRule
 
 

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit2linear.attention import AttentionContext
+from vit2linear.context import AttentionContext
 from vit2linear.ops.base import PlainRule, count_keys
 
 

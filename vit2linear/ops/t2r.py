@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit2linear.attention import AttentionContext, HeadGeometry
+from vit2linear.context import AttentionContext, HeadGeometry
 from vit2linear.ops.base import SumRule
 
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from vit2linear.attention import AttentionContext
+from vit2linear.context import AttentionContext
 from vit2linear.ops.base import SumRule
 
 CHUNK = 8

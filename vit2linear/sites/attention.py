@@ -8,7 +8,8 @@ from jaxtyping import Float
 from timm.layers import Attention
 from torch import Tensor, nn
 
-from vit2linear.attention import AttentionContext, HeadGeometry, SiteKind, key_mask_or_bias
+from vit2linear.attention import SiteKind, key_mask_or_bias
+from vit2linear.context import AttentionContext, HeadGeometry
 from vit2linear.errors import SurgeryError
 
 

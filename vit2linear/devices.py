@@ -1,0 +1,29 @@
+"""Where and how precisely to compute, as accelerate finds it."""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+
+from vit2linear.errors import RecipeError
+from vit2linear.recipe import Recipe, override
+
+
+def accelerator_for(recipe: Recipe) -> Accelerator:
+    """Devices, processes and precision, as accelerate finds them; a device that is not there is an error."""
+    device, precision = recipe.run.device, recipe.run.precision
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not present.get(device, True):
+        raise RecipeError(f"run.device is {device!r}, but there is no such device here.", "Use --device auto or cpu.")
+    on_gpu = present["cuda"] and device in ("auto", "cuda")
+    if precision == "fp16" and not on_gpu:
+        raise RecipeError("run.precision is 'fp16', which needs a CUDA GPU.", "Use --precision bf16 or no.")
+    if precision == "auto":
+        precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "no"
+    return Accelerator(cpu=device == "cpu", mixed_precision=precision)
+
+
+def device_of(name: str) -> torch.device:
+    """``auto``, ``cpu``, ``cuda`` or ``mps`` as a device that is there."""
+    device: torch.device = accelerator_for(override(Recipe(), run__device=name)).device
+    return device

@@ -1,0 +1,95 @@
+"""What is done with a finished artifact: load it, judge it again, measure it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from timm.data import resolve_model_data_config
+from torch import nn
+
+from vit2linear import model, surgery
+from vit2linear.artifact import Artifact, open_artifact
+from vit2linear.bench import Job
+from vit2linear.compare import EvalReport
+from vit2linear.devices import device_of
+from vit2linear.errors import ArtifactError
+from vit2linear.evaluation import open_judge
+from vit2linear.recipe import KEEP, Recipe, override
+from vit2linear.resolve import layout_of, resolve
+from vit2linear.sources.base import ModelRef
+
+
+def load(ref: str, revision: str | None = None) -> nn.Module:
+    """A converted model by folder or Hub id, in eval mode."""
+    return open_artifact(ref, revision).model()
+
+
+def evaluate(
+    ref: str | Artifact | None = None,
+    *,
+    data: str | None = None,
+    teacher: str | None = None,
+    ignore_labels: bool = False,
+    batch_size: int = 64,
+    workers: int = 2,
+    limit: int | None = None,
+    device: str = "auto",
+) -> EvalReport:
+    """A converted model beside its teacher, which is fetched again at its pinned commit.
+
+    Args:
+        ref: artifact, folder or Hub id; default: the newest artifact under the current folder.
+        data: images; default: those of the conversion, with the same ones held out.
+        teacher: the source's place, where a local folder has moved.
+        ignore_labels: do not match the images' classes with the model's.
+        batch_size, workers, limit, device: as in a recipe.
+
+    Raises:
+        ArtifactError, SourceError, DataError
+    """
+    opened = ref if isinstance(ref, Artifact) else open_artifact(ref)
+    record = opened.report
+    student = opened.model()
+    source = _source_again(record["source"], teacher)
+    spec = layout_of(source).spec(source)
+    size = list(student.patch_embed.img_size)  # type: ignore[union-attr, arg-type]
+    spec = dataclasses.replace(spec, model_args={**spec.model_args, "img_size": size})
+    module = model.load(source, spec).module
+    softmax = {p["site"]["path"]: {"op": "softmax"} for p in record["plan"] if p["op"] != KEEP}
+    same_images = data is None or data == record["data"]["path"]
+    judge = open_judge(
+        data or record["data"]["path"],
+        resolve_model_data_config(student),
+        int(student.num_classes),  # type: ignore[arg-type]
+        spec.pretrained_cfg.get("label_names"),
+        ignore_labels=ignore_labels or (same_images and record["data"]["ignore_labels"]),
+        held_out=record["data"]["held_out"] if same_images else None,
+        batch_size=batch_size,
+        workers=workers,
+        limit=limit,
+        device=device_of(device),
+    )
+    return judge(surgery.apply(module, softmax).eval(), student)
+
+
+def bench_job(ref: str, batch_size: int) -> Job:
+    """The architecture of an artifact, with its operators, for ``bench``."""
+    args = dict(open_artifact(ref).model_args)
+    operators, base = args.pop("operators"), args.pop("base")
+    rules = [{"sites": path, **entry} for path, entry in operators.items()]
+    return Job(base, {"this model": override(Recipe(), convert=rules).convert}, args, batch_size)
+
+
+def _source_again(record: dict[str, Any], place: str | None) -> ModelRef:
+    """The teacher of an artifact: the recorded repository at its commit, or a folder with the same weights."""
+    if "repo" in record and place is None:
+        found = resolve(f"hf-hub:{record['repo']}", record["commit"])
+        named_by_timm = record["name"] != record["repo"] and "/" not in record["name"]
+        return dataclasses.replace(found, name=record["name"], registry_name=record["name"] if named_by_timm else None)
+    found = resolve(place or record["name"])
+    if "weights_sha256" in record and found.record().get("weights_sha256") != record["weights_sha256"]:
+        raise ArtifactError(
+            f"the weights in {found.name!r} are not those that were converted.", "Point to the original with --teacher."
+        )
+    return found

@@ -1,0 +1,80 @@
+"""Plain tables to frozen dataclasses, strictly: unknown keys and wrong types are errors, all reported together."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from difflib import get_close_matches
+from typing import Any, Literal, TypeVar
+
+from vit2linear.errors import RecipeError
+
+T = TypeVar("T")
+
+
+def build(kind: type[T], table: dict[str, Any], default: T, where: str) -> T:
+    """The dataclass ``kind`` from a plain table; missing fields come from ``default``.
+
+    Raises:
+        RecipeError: every unknown key and wrong type at once.
+    """
+    problems: list[str] = []
+    built = _build(kind, table, default, "", problems)
+    raise_all(problems, where)
+    assert isinstance(built, kind)
+    return built
+
+
+def raise_all(problems: list[str], where: str) -> None:
+    """Raise one ``RecipeError`` with every problem, if there are any."""
+    if problems:
+        raise RecipeError(f"{where}: " + "; ".join(problems) + ".")
+
+
+def _build(kind: Any, value: Any, default: Any, where: str, problems: list[str]) -> Any:
+    """``value`` as ``kind``; missing fields come from ``default``; what is wrong is appended to ``problems``."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        if type(value) is kind:
+            return value
+        if isinstance(value, dict):
+            return _build_dataclass(kind, value, default, where, problems)
+    elif origin in (types.UnionType, typing.Union):
+        return _build(next(a for a in args if a is not type(None)), value, default, where, problems)
+    elif origin is Literal:
+        if value in args:
+            return value
+        problems.append(f"{where}: {value!r} is not one of {', '.join(map(repr, args))}")
+        return default
+    elif origin is tuple:
+        if isinstance(value, list | tuple):
+            return tuple(_build(args[0], v, args[0](), f"{where}.{i}", problems) for i, v in enumerate(value))
+    elif origin is dict:
+        if isinstance(value, dict):
+            return {k: _build(args[1], v, None, f"{where}.{k}", problems) for k, v in value.items()}
+    elif kind is Any:
+        return value
+    elif kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return value
+    names = {int: "an integer", float: "a number", str: "a string", dict: "a table", tuple: "an array of tables"}
+    wanted = names.get(origin or kind, "a table")
+    problems.append(f"{where}: {value!r} is not {wanted}")
+    return default
+
+
+def _build_dataclass(kind: Any, value: dict[str, Any], default: Any, where: str, problems: list[str]) -> Any:
+    hints = typing.get_type_hints(kind)
+    fields = [f.name for f in dataclasses.fields(kind)]
+    built = {}
+    for key, item in value.items():
+        path = f"{where}.{key}".lstrip(".")
+        if key in fields:
+            built[key] = _build(hints[key], item, getattr(default, key), path, problems)
+            continue
+        close = get_close_matches(key, fields, n=1)
+        guess = f"did you mean {close[0]!r}?" if close else f"allowed here: {', '.join(fields) or 'nothing'}"
+        problems.append(f"{path}: unknown key; {guess}")
+    return dataclasses.replace(default, **built)
