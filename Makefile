@@ -3,7 +3,8 @@
 # make test-all  the same with the slow tests
 PYTHON ?= python3
 BIN := .venv/bin
-export VIT2LINEAR_REAL
+# Two processes of one thread each: the models are too small for more.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
 .PHONY: demo test test-all check clean
 
@@ -11,10 +12,10 @@ demo: .venv/.installed
 	$(BIN)/vit2linear convert demo --op relu --output demo-relu --overwrite
 
 test: check
-	$(BIN)/pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: check
-	$(BIN)/pytest
+	$(PYTEST)
 
 check: .venv/.installed-test
 	$(BIN)/ruff format --check .

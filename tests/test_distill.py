@@ -63,7 +63,8 @@ def train(stage: str, teacher: nn.Module, student: nn.Module, steps: int = 30, *
 def test_losses_fall_and_the_teacher_stays(stage: str, op: str) -> None:
     teacher, student = pair(op)
     before = copy.deepcopy(teacher.state_dict())
-    reporter = train(stage, teacher, student)
+    steps = 100 if op == "soft" else 30  # its kernel of distances moves slowly
+    reporter = train(stage, teacher, student, steps)
     first, last = reporter.seen[0].loss, sum(p.loss for p in reporter.seen[-3:]) / 3
     if op == "softmax":
         assert first < 1e-6, "the student is the teacher"
@@ -71,7 +72,7 @@ def test_losses_fall_and_the_teacher_stays(stage: str, op: str) -> None:
         assert last < 0.8 * first
     assert all(torch.equal(before[k], v) for k, v in teacher.state_dict().items())
     assert not teacher.training and not student.training
-    assert [p.step for p in reporter.seen] == list(range(1, 31)) and reporter.seen[-1].seconds_left == 0
+    assert [p.step for p in reporter.seen] == list(range(1, steps + 1)) and reporter.seen[-1].seconds_left == 0
 
 
 def test_stage_attention_trains_the_attention_and_nothing_else() -> None:
