@@ -44,7 +44,7 @@ def test_generated_pages_are_fresh() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name != "cli.md"], ids=lambda p: p.name)
 def test_blocks_run(page: Path, user: User) -> None:
-    """Commands as typed but for the number of steps, at a Hub on loopback; then the Python blocks as one script."""
+    """Commands as typed but for steps and benchmarked sizes, at a Hub on loopback; then the Python blocks."""
     write_images(user.folder / "IMAGES", 6, seed=3)
     script = "\n".join(text for language, text in blocks(page) if language == "python")
     (user.folder / "my_ops.py").write_text(script)  # extending.md says to save its operator so
@@ -56,9 +56,10 @@ def test_blocks_run(page: Path, user: User) -> None:
             for line in text.splitlines():
                 command = line.split("#")[0].strip()
                 if command and not command.startswith(SETUP):
-                    command = re.sub(r"--distill-steps \d+", "--distill-steps 2", command)
-                    if command.startswith("vit2linear convert") and "--overwrite" not in command:
-                        command += " --overwrite"
+                    command = re.sub(r"--distill-steps \d+", "", command)
+                    command = re.sub(r"--img-size \d+,[\d,]+ --rounds \d+", "--img-size 64 --rounds 1", command)
+                    if command.startswith("vit2linear convert"):
+                        command += " --distill-steps 2 --overwrite"
                     user.run(command.replace("recipes/", f"{ROOT}/recipes/"), PYTHONPATH=str(user.folder))
     if script:
         user.execute([sys.executable, "-W", "error::UserWarning", "-c", script.replace("YOUR-NAME", OWNER)])
