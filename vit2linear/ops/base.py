@@ -73,8 +73,12 @@ class KernelOperator(Operator):
         with no_autocast(v.device):
             phi_q, phi_k = self.features(q.to(wide), k.to(wide), ctx)
             parts = self.split(v.to(wide))
-            order = self.quadratic_order if self.prefers_quadratic(phi_q, phi_k, parts) else self.linear_order
-            heads = self.join(order(phi_q, phi_k, parts, ctx.key_mask))
+            if self.prefers_quadratic(phi_q, phi_k, parts):
+                heads = self.quadratic_order(phi_q, phi_k, parts, ctx.key_mask)
+            else:
+                scratch = phi_q if _may_overwrite(phi_q, q, k, v) else None
+                heads = self.linear_order(phi_q, phi_k, parts, ctx.key_mask, scratch)
+            heads = self.join(heads)
             return self.finish(heads, v.to(wide), ctx).to(v.dtype)
 
     def order(self, ctx: AttentionContext) -> str:
@@ -110,21 +114,20 @@ class KernelOperator(Operator):
         phi_k: Float[Tensor, "batch maps keys features"],
         v: Float[Tensor, "batch maps keys value_dim"],
         key_mask: Bool[Tensor, "batch keys"] | None,
+        scratch: Tensor | None = None,
     ) -> Float[Tensor, "batch maps queries value_dim"]:
-        """phi_q (phi_k^T v): cost linear in the number of tokens."""
+        """phi_q (phi_k^T v): cost linear in the number of tokens. What ``scratch`` holds may be lost."""
         phi_k, v, count = _valid_keys(phi_k, v, key_mask)
         state = phi_k.transpose(-2, -1) @ v / count
         z = phi_q @ (phi_k.sum(-2, keepdim=True) / count).transpose(-2, -1)
         a, b = self.row_rule(z)
         out = phi_q @ state
-        # Without gradients in place: a fresh tensor of this size costs more (page faults) than filling it.
-        in_place = not out.requires_grad
-        if a is not None:
-            out = out.mul_(a) if in_place else out * a
+        if scratch is not None and scratch.shape != out.shape:
+            scratch = None
         if b is None:
-            return out
-        mean = v.sum(-2, keepdim=True) / count
-        return out.addcmul_(b, mean) if in_place else torch.addcmul(out, b, mean)
+            return out if a is None else torch.mul(out, a, out=scratch)
+        out = out if a is None else out * a
+        return torch.addcmul(out, b, v.sum(-2, keepdim=True) / count, out=scratch)
 
     def quadratic_order(
         self,
@@ -207,3 +210,14 @@ def _valid_keys(phi_k: Tensor, v: Tensor | None, key_mask: Tensor | None) -> tup
     count = mask.sum(-2, keepdim=True).clamp_min(1).to(phi_k.dtype)
     # where() and not a product: what stands at a masked key may be infinite.
     return torch.where(mask, phi_k, 0.0), torch.where(mask, values, 0.0), count
+
+
+def _may_overwrite(features: Tensor, *inputs: Tensor) -> bool:
+    """Whether features are nobody's any more once they are used: no gradient needs them, no input lies under them.
+
+    A fresh tensor of this size costs more (page faults) than filling it.
+    """
+    if features.requires_grad or torch.compiler.is_compiling() or features.device.type == "meta":
+        return False
+    memory = features.untyped_storage().data_ptr()
+    return all(memory != x.untyped_storage().data_ptr() for x in inputs)
