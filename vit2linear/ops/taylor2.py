@@ -52,6 +52,7 @@ class SecondOrderTaylor(SumRule):
         phi_k: Float[Tensor, "batch maps keys features"],
         v: Float[Tensor, "batch maps keys value_dim"],
         key_mask: Bool[Tensor, "batch keys"] | None,
+        scratch: Tensor | None = None,
     ) -> Float[Tensor, "batch maps queries value_dim"]:
         """The squares as products of pairs, some factors at a time to bound the memory."""
         values, phi_k = _valid(_with_one(v), key_mask), _valid(phi_k, key_mask)
