@@ -16,9 +16,9 @@ from safetensors import safe_open
 import vit2linear
 from vit2linear import Recipe, convert, evaluate, load
 from vit2linear.artifact import FILES, Artifact, check_output, newest, open_artifact
-from vit2linear.attention import sites_of
 from vit2linear.errors import ArtifactError
 from vit2linear.recipe import override, read_recipe
+from vit2linear.site import sites_of
 
 
 def recipe(checkpoint: Path, images: Path, output: Path, **values: Any) -> Recipe:

@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from vit2linear.attention import sites_of
 from vit2linear.data import Batch
 from vit2linear.distill.loop import parameter_groups, run_stage, split_steps
 from vit2linear.distill.tasks import ModelTask, SiteTask, run
@@ -19,6 +18,7 @@ from vit2linear.errors import DistillError, UnknownNameError
 from vit2linear.losses import LOSSES, Outputs, check_losses, total_loss, unexplained
 from vit2linear.recipe import OPERATORS, DistillOptions
 from vit2linear.reporting import Progress, Reporter
+from vit2linear.site import sites_of
 from vit2linear.surgery import linearize
 
 OPTIONS = DistillOptions(warmup=0.1).at_width(384)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit2linear.attention import Operator
 from vit2linear.context import AttentionContext, HeadGeometry
 from vit2linear.errors import RecipeError, SurgeryError
+from vit2linear.operator import Operator
 from vit2linear.ops import nystrom, soft
 from vit2linear.ops._landmarks import landmark_grid
 from vit2linear.recipe import OPERATORS

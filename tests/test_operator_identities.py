@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from tests.naive import form_of
 from tests.test_operators import DIM, HEADS, context, make, make_case, naive_heads
-from vit2linear.attention import Operator
 from vit2linear.context import AttentionContext, HeadGeometry
 from vit2linear.errors import RecipeError, SurgeryError
+from vit2linear.operator import Operator
 from vit2linear.ops import performer, taylor2
 from vit2linear.recipe import OPERATORS
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from tests.naive import Case, form_of
-from vit2linear.attention import Operator
 from vit2linear.context import AttentionContext, HeadGeometry
 from vit2linear.errors import SurgeryError
 from vit2linear.modifiers import Modifiers
+from vit2linear.operator import Operator
 from vit2linear.ops.base import KernelOperator
 from vit2linear.recipe import OPERATORS
 

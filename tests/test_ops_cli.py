@@ -11,10 +11,11 @@ import torch
 
 from tests.conftest import Run
 from vit2linear import linearize
-from vit2linear.attention import sites_of
 from vit2linear.catalogue import facts
 from vit2linear.errors import RecipeError, UnknownNameError
+from vit2linear.probe import probe
 from vit2linear.recipe import OPERATORS, Rule
+from vit2linear.site import sites_of
 from vit2linear.surgery import make_plan
 
 EXTERNAL = """
@@ -86,7 +87,8 @@ def test_the_plan_names_order_and_landmarks() -> None:
     with torch.device("meta"):
         model = timm.create_model("vit_base_patch16_224", depth=1)
     evaluations = {
-        op: make_plan(model, [Rule(op=op)]).sites[0].evaluation for op in ("relu", "agent", "taylor2", "rela")
+        op: probe(model, make_plan(model, [Rule(op=op)])).sites["blocks.0.attn"].evaluation
+        for op in ("relu", "agent", "taylor2", "rela")
     }
     assert evaluations == {
         "relu": "linear order",

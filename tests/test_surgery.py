@@ -10,80 +10,28 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.families import build
 from vit2linear import linearize
-from vit2linear.attention import sites_of
-from vit2linear.audit import audit, count_softmax
+from vit2linear.audit import audit, softmax_modules
 from vit2linear.errors import RecipeError, SurgeryError, UnknownNameError
+from vit2linear.probe import example_pixels
 from vit2linear.recipe import OPERATORS, Rule
-from vit2linear.surgery import SITES, apply_plan, make_plan
+from vit2linear.site import sites_of
+from vit2linear.surgery import apply_plan, make_plan
 
-# Every site kind with the models that must stay the same when exact softmax stands between project and merge.
 SMALL: dict[str, Any] = {"embed_dim": 48, "num_heads": 3, "depth": 4}
-MODELS: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "attention": [
-        ("vit_tiny_patch16_224", {"img_size": 64, **SMALL}),
-        ("vit_tiny_patch16_224", {"img_size": (64, 96), **SMALL}),
-        ("vit_tiny_patch16_224", {"img_size": 64, "qk_norm": True, "scale_attn_norm": True, **SMALL}),
-        ("vit_tiny_patch16_224", {"img_size": 64, "dynamic_img_size": True, **SMALL}),
-        ("vit_small_patch14_reg4_dinov2", {"img_size": 56, **SMALL}),
-        ("vit_base_patch16_siglip_224", {"img_size": 64, **SMALL}),
-        ("vit_base_patch16_clip_quickgelu_224", {"img_size": 64, **SMALL}),
-        ("vit_base_patch16_224", {"img_size": 64, "global_pool": "avg", "class_token": False, **SMALL}),
-        ("deit_tiny_distilled_patch16_224", {"img_size": 64, **SMALL}),
-    ],
-}
-CASES = [pytest.param(*case, id=f"{kind}-{case[0]}-{i}") for kind, cs in MODELS.items() for i, case in enumerate(cs)]
-
-
-def build(name: str, **args: Any) -> nn.Module:
-    torch.manual_seed(0)
-    model = timm.create_model(name, **args).eval()
-    for parameter in model.parameters():  # larger logits than at init, so that routing matters
-        parameter.data.mul_(1.5)
-    return model
 
 
 def pixels(model: nn.Module) -> torch.Tensor:
-    return torch.randn(2, 3, *model.patch_embed.img_size, generator=torch.Generator().manual_seed(1))
-
-
-def test_every_site_kind_has_models() -> None:
-    assert set(MODELS) == set(SITES.names())
-
-
-@pytest.mark.parametrize(("name", "args"), CASES)
-def test_softmax_in_between_changes_nothing(name: str, args: dict[str, Any]) -> None:
-    model = build(name, **args)
-    before = copy.deepcopy(model.state_dict())
-    x = pixels(model)
-    with torch.no_grad():
-        wanted = model(x)
-        same = linearize(model, op="softmax").eval()(x)
-        assert (same - wanted).abs().max() <= 1e-5
-        assert torch.equal(model(x), wanted), "the original is left as it was"
-    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
-
-
-@pytest.mark.parametrize("op", [n for n in OPERATORS.names() if n != "softmax"])
-@pytest.mark.parametrize(("name", "args"), CASES)
-def test_conversion_keeps_names_and_weights_and_removes_the_softmax(name: str, args: dict[str, Any], op: str) -> None:
-    model = build(name, **args)
-    plan = make_plan(model, [Rule(op=op)])
-    student = apply_plan(model, plan).eval()
-    found = audit(model.state_dict(), student, plan, trained=False)
-    assert len(sites_of(student)) == 4 and found.softmax_left == 0 and not found.trained and not found.dropped
-    with torch.no_grad():
-        out = student(pixels(model))
-        assert out.isfinite().all() and not torch.equal(out, model(pixels(model)))
-    assert all(isinstance(s.qkv, nn.Linear) and isinstance(s.proj, nn.Linear) for s in sites_of(student).values())
+    return torch.randn(2, *example_pixels(model).shape[1:], generator=torch.Generator().manual_seed(1))
 
 
 def test_gated_attention_is_carried() -> None:
     from timm.layers import Attention
 
-    from vit2linear.attention import LinearAttention
     from vit2linear.context import AttentionContext, GridRef
     from vit2linear.ops.softmax import SoftmaxAttention
+    from vit2linear.site import LinearAttention
     from vit2linear.sites.attention import AttentionSite
 
     torch.manual_seed(0)
@@ -114,12 +62,14 @@ def test_masks() -> None:
 
 def test_counter_ignores_attention_pooling_and_feature_softmax() -> None:
     model = build("vit_base_patch16_siglip_224", img_size=64, **SMALL)
-    assert count_softmax(model) == 4
-    assert count_softmax(linearize(model, "relu")) == 0
+    wanted = {f"blocks.{i}.attn" for i in range(4)}
+    assert softmax_modules(model) == wanted
+    assert not softmax_modules(linearize(model, "relu")) and not softmax_modules(linearize(model, "efficient"))
+    assert softmax_modules(linearize(model, "softmax")) == {f"{path}.op" for path in wanted}
     manual = build("vit_tiny_patch16_224", img_size=64, **SMALL)
     for block in manual.blocks:
         block.attn.fused_attn = False
-    assert count_softmax(manual) == 4
+    assert softmax_modules(manual) == wanted
 
 
 def test_rules_are_matched_in_order_and_keep_keeps() -> None:
@@ -166,7 +116,7 @@ def test_audit_finds_what_went_wrong() -> None:
     with pytest.raises(SurgeryError, match="weights of the source are missing: extra"):
         audit({**source, "extra": torch.zeros(1)}, changed, plan, trained=True)
     half = apply_plan(model, make_plan(model, [Rule(sites="blocks.[012].*")]))
-    with pytest.raises(SurgeryError, match="1 N x N softmax attentions ran, but the plan keeps 0"):
+    with pytest.raises(SurgeryError, match=r"softmax over pairs of tokens ran in blocks\.3\.attn"):
         audit(source, half, plan, trained=False)
     changed.head_extra = nn.Linear(2, 2)
     with pytest.raises(SurgeryError, match="new weights outside the operators"):

@@ -1,7 +1,7 @@
 """Proof, not trust: what became of every weight, and how many softmax attentions are left.
 
-*dropped* must be empty, *new* lies under ``.op.``, *copied* is bitwise equal; and one forward under a counter of N x N
-softmax self-attention finds exactly the sites that were kept.
+*dropped* is what the plan gives up and nothing else, *new* lies under ``.op.``, *copied* is bitwise equal; and one
+forward under a counter of softmaxes over pairs of tokens finds none but at the sites that were kept.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from vit2linear.attention import LinearAttention, sites_of
 from vit2linear.errors import SurgeryError
-from vit2linear.recipe import KEEP
+from vit2linear.operator import Operator
+from vit2linear.probe import example_pixels
+from vit2linear.recipe import KEEP, OPERATORS
 from vit2linear.surgery import Plan
+
+OVER_CHANNELS = {"ChannelAttention", "ChannelAttentionV2", "XCA"}
+"""Modules of timm whose softmax is one over channels."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,9 @@ class Audit:
     new: tuple[str, ...]
     """The operators' own weights."""
     dropped: tuple[str, ...]
-    """In the source and not in the student."""
+    """In the source and not in the student, as the plan says."""
     softmax_left: int
-    """N x N softmax self-attentions in one forward of the student."""
+    """Sites at which a softmax over pairs of tokens ran in one forward of the student."""
 
 
 def audit(source: Mapping[str, Tensor], student: nn.Module, plan: Plan, trained: bool) -> Audit:
@@ -55,75 +59,79 @@ def audit(source: Mapping[str, Tensor], student: nn.Module, plan: Plan, trained:
     shared = [k for k in source if k in mine]
     equal = [k for k in shared if torch.equal(source[k].cpu(), mine[k].cpu())]
     changed = tuple(sorted(set(shared) - set(equal)))
-    if dropped:
-        raise SurgeryError(f"audit: weights of the source are missing: {_some(dropped)}.")
+    agreed = tuple(plan.drop_keys)
+    missing = [k for k in dropped if not any(k == a or k.startswith(f"{a}.") for a in agreed)]
+    if missing:
+        raise SurgeryError(f"audit: weights of the source are missing: {_some(missing)}.")
     stray = [k for k in new if ".op." not in k]
     if stray:
         raise SurgeryError(f"audit: new weights outside the operators: {_some(stray)}.")
     if changed and not trained:
         raise SurgeryError(f"audit: nothing was trained, yet weights differ: {_some(changed)}.")
-    left = count_softmax(student)
-    expected = sum(s.op in (KEEP, "softmax") for s in plan.sites)
-    if left != expected:
-        raise SurgeryError(f"audit: {left} N x N softmax attentions ran, but the plan keeps {expected}.")
+    kept = {s.site.path for s in plan.sites if s.op == KEEP or not OPERATORS.get(s.op).linear}
+    ran = softmax_modules(student)
+    lost = sorted(path for path in ran if not any(path == k or path.startswith(f"{k}.") for k in kept))
+    if lost:
+        raise SurgeryError(f"audit: softmax over pairs of tokens ran in {_some(lost)}, where the plan keeps none.")
+    left = sum(any(path == k or path.startswith(f"{k}.") for path in ran) for k in kept)
     return Audit(tuple(sorted(equal)), changed, new, dropped, left)
 
 
-def count_softmax(model: nn.Module) -> int:
-    """N x N softmax self-attentions in one forward of a timm model on one black image."""
-    parameter = next(model.parameters())
-    size = model.pretrained_cfg["input_size"]  # type: ignore[index]
-    traits = getattr(model, "_traits", {})
-    height, width = traits.get("img_size") or size[-2:]
-    channels = int(getattr(model, "in_chans", size[0]))
-    pixels = torch.zeros(1, channels, height, width, device=parameter.device, dtype=parameter.dtype)
+def softmax_modules(model: nn.Module) -> set[str]:
+    """Paths of the modules that ran a softmax over pairs of tokens in one forward of a timm model on one black image.
+
+    Not counted: softmaxes of one query (pooling, class attention), over channels, and in a site whose operator is
+    linear over features or landmarks.
+    """
     counter = _SoftmaxCounter()
     was_training = model.training
     hooks = [
         handle
-        for site in sites_of(model).values()
+        for path, module in model.named_modules()
         for handle in (
-            site.register_forward_pre_hook(counter.enter),
-            site.register_forward_hook(counter.leave),
+            module.register_forward_pre_hook(counter.entering(path, module)),
+            module.register_forward_hook(counter.leave, always_call=True),
         )
     ]
     try:
         with torch.no_grad(), counter:
-            model.eval()(pixels)
+            model.eval()(example_pixels(model))
     finally:
         model.train(was_training)
         for handle in hooks:
             handle.remove()
-    return counter.count
+    return counter.found
 
 
 class _SoftmaxCounter(TorchFunctionMode):
-    """Counts softmaxes over a square of tokens, and fused attentions with as many queries as keys."""
+    """Knows which modules are running, and notes the innermost one when a softmax over tokens runs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
-        self._site: LinearAttention | None = None
-        self._tokens = 0
+        self.found: set[str] = set()
+        self._running: list[tuple[str, nn.Module]] = []
 
-    def enter(self, module: LinearAttention, args: Any) -> None:
-        self._site, self._tokens = module, args[0].shape[1]
+    def entering(self, path: str, module: nn.Module) -> Callable[..., None]:
+        return lambda *_: self._running.append((path, module))
 
-    def leave(self, module: LinearAttention, args: Any, output: Any) -> None:
-        self._site = None
+    def leave(self, *_: Any) -> None:
+        self._running.pop()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            self.count += args[0].shape[-2] == args[1].shape[-2]
-        elif func in (torch.softmax, Tensor.softmax, F.softmax):
-            rows, columns = args[0].shape[-2:] if args[0].ndim > 1 else (0, 1)
-            # In a converted site a square softmax may be one over features or landmarks: only tokens count.
-            elsewhere = self._site is not None and (columns != self._tokens or self._site.op.linear)
-            self.count += rows == columns and not elsewhere
+            self._note(args[0].shape[-2], args[1].shape[-2])
+        elif func in (torch.softmax, Tensor.softmax, F.softmax) and args[0].ndim > 1:
+            self._note(*args[0].shape[-2:])
         return func(*args, **kwargs)
+
+    def _note(self, queries: int, keys: int) -> None:
+        linear = any(isinstance(m, Operator) and m.linear for _, m in self._running)
+        channels = any(type(m).__name__ in OVER_CHANNELS for _, m in self._running)
+        if min(queries, keys) > 1 and not linear and not channels:
+            self.found.add(self._running[-1][0])
 
 
 def _some(keys: Iterable[str]) -> str:

@@ -22,10 +22,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from vit2linear.attention import Operator, sites_of
 from vit2linear.context import AttentionContext
 from vit2linear.errors import RecipeError
+from vit2linear.operator import Operator
 from vit2linear.recipe import Rule
+from vit2linear.site import sites_of
 from vit2linear.surgery import apply_plan, linearize, make_plan
 
 SOFTMAX, BOUND = "softmax", "bound"

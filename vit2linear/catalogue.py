@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from vit2linear.attention import Operator
 from vit2linear.context import HeadGeometry
+from vit2linear.operator import Operator
 from vit2linear.recipe import OPERATORS
 
 _EXAMPLE = HeadGeometry(width=768, num_heads=12, head_dim=64, scale=0.125)

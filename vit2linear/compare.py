@@ -12,11 +12,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit2linear.attention import sites_of
 from vit2linear.data import Batch
 from vit2linear.distill.tasks import run
 from vit2linear.errors import DataError
 from vit2linear.losses import Outputs, unexplained
+from vit2linear.site import sites_of
 
 NEIGHBOURS = 10
 _ERROR_IMAGES = 256

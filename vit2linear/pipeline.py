@@ -31,11 +31,12 @@ from vit2linear.errors import RecipeError
 from vit2linear.evaluation import Judge, default_images, open_judge
 from vit2linear.images import DEFAULT_NOTE
 from vit2linear.losses import check_losses
+from vit2linear.probe import Probe, plan_to_json, probe
 from vit2linear.recipe import Recipe, override, to_toml
 from vit2linear.reporting import Reporter
 from vit2linear.resolve import DEMO, layout_of, resolve
 from vit2linear.sources.base import ModelRef, ModelSpec
-from vit2linear.surgery import Plan, apply_plan, make_plan, plan_to_json
+from vit2linear.surgery import Plan, apply_plan, make_plan, plan_notes
 
 MONITOR_IMAGES = 2000
 """Between stages at most so many images are evaluated."""
@@ -50,6 +51,7 @@ class Prepared:
     ref: ModelRef
     spec: ModelSpec
     plan: Plan
+    probe: Probe
     parameters: int
     num_classes: int
     data_config: dict[str, Any]
@@ -79,7 +81,8 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
         spec = dataclasses.replace(spec, model_args={**spec.model_args, "img_size": size})
     skeleton = model.skeleton(spec)
     plan = make_plan(skeleton, recipe.convert)
-    notes = list(spec.notes)
+    probed = probe(skeleton, plan)
+    notes = [*spec.notes, *plan_notes(plan)]
     headless = not skeleton.num_classes
     if headless and "logits" in recipe.distill.feature.losses:
         losses = {k: v for k, v in recipe.distill.feature.losses.items() if k != "logits"}
@@ -98,7 +101,7 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
     artifact.check_output(Path(str(recipe.output.dir)), overwrite)
     data_config = resolve_model_data_config(skeleton, args={"img_size": recipe.source.img_size})
     parameters = sum(p.numel() for p in skeleton.parameters())
-    return Prepared(recipe, ref, spec, plan, parameters, int(skeleton.num_classes), data_config, tuple(notes))  # type: ignore[arg-type]
+    return Prepared(recipe, ref, spec, plan, probed, parameters, int(skeleton.num_classes), data_config, tuple(notes))  # type: ignore[arg-type]
 
 
 def convert(
@@ -155,7 +158,7 @@ def convert(
         "versions": {p: version(p) for p in ("torch", "timm", "accelerate")} | {"python": platform.python_version()},
         "source": {**prepared.ref.record(), "architecture": prepared.spec.architecture, **licence},
         "data": {"path": recipe.data.path, "held_out": judge.sets.held_out, "ignore_labels": ignore_labels},
-        "plan": plan_to_json(plan),
+        "plan": plan_to_json(plan, prepared.probe),
         "audit": dataclasses.asdict(audited),
         "stages": [dataclasses.asdict(s) for s in stages],
         "history": history,

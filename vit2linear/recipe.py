@@ -20,8 +20,11 @@ from vit2linear.strict import build, raise_all
 KEEP = "keep"
 """Reserved operator name in a rule: leave the site as it is."""
 
+ALL = "all"
+"""Reserved name in ``drop``: whatever the operator cannot carry."""
+
 OPERATORS: Registry[Any] = Registry(
-    "operator", "vit2linear.ops", "vit2linear.attention:Operator", entry_points="vit2linear.operators"
+    "operator", "vit2linear.ops", "vit2linear.operator:Operator", entry_points="vit2linear.operators"
 )
 
 
@@ -51,6 +54,11 @@ class Rule:
     """Depthwise 3x3 or 5x5 convolution of the values on the patch grid, added to the operator; starts at zero."""
     center_keys: bool = False
     """Subtract the mean key over tokens, which softmax does not see."""
+    drop: tuple[str, ...] = ()
+    """What of the source's attention may be given up where the operator cannot carry it, such as
+    ``relative-position-bias``; ``all`` for whatever it is. Without it such a site is an error."""
+    global_windows: bool = False
+    """Route over the whole map where the source routes inside windows: what a linear cost buys."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def _build(kind: Any, value: Any, default: Any, where: str, problems: list[str])
         return float(value)
     elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
-    names = {int: "an integer", float: "a number", str: "a string", dict: "a table", tuple: "an array of tables"}
+    names = {int: "an integer", float: "a number", str: "a string", dict: "a table", tuple: "an array"}
     wanted = names.get(origin or kind, "a table")
     problems.append(f"{where}: {value!r} is not {wanted}")
     return default

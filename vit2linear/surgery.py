@@ -6,7 +6,7 @@ Nothing is changed before the plan is whole, so a bad rule costs nothing and bre
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -14,15 +14,24 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from vit2linear.attention import LinearAttention, Operator, Site, SiteKind, set_submodule, sites_of
-from vit2linear.context import GridRef, HeadGeometry
+from vit2linear.context import GridReader, GridRef, HeadGeometry
 from vit2linear.errors import RecipeError, SurgeryError
 from vit2linear.modifiers import Modifiers
-from vit2linear.recipe import KEEP, OPERATORS, Rule
+from vit2linear.operator import Operator
+from vit2linear.recipe import ALL, KEEP, OPERATORS, Rule
 from vit2linear.registry import Registry
+from vit2linear.site import Feature, LinearAttention, Site, SiteKind, dropped_names, set_submodule, sites_of
 from vit2linear.strict import build
 
-SITES: Registry[SiteKind] = Registry("site kind", "vit2linear.sites", "vit2linear.attention:SiteKind")
+NOT_SOFTMAX_ROUTING = {
+    "XCA": "its attention mixes channels, not tokens, at a cost that is linear in the tokens already",
+    "OutlookAttention": "outlook attention takes its weights from each token alone, not from pairs of tokens",
+    "LiteMLA": "its attention is linear already",
+    "LinearAttention": "its attention is linear already",
+}
+"""Attention modules (by class) without a softmax over pairs of tokens, and why."""
+
+SITES: Registry[SiteKind] = Registry("site kind", "vit2linear.sites", "vit2linear.site:SiteKind")
 
 
 @dataclass(frozen=True)
@@ -34,13 +43,19 @@ class SitePlan:
     """An operator's name, or ``keep``."""
     options: dict[str, Any] = field(default_factory=dict)
     modifiers: Modifiers = field(default_factory=Modifiers)
-    evaluation: str = ""
-    """Evaluation order at the model's own size, and landmarks where there are any."""
+    global_windows: bool = False
+    """Route over the whole map where the source routes inside windows."""
+    drop: dict[str, str] = field(default_factory=dict)
+    """What of the source's attention is given up, name to words."""
+    drop_keys: tuple[str, ...] = ()
+    """The parameters that go with it."""
 
     @property
     def entry(self) -> dict[str, Any]:
-        """The JSON form that an artifact stores."""
+        """The JSON form that an artifact stores: a rule without its sites."""
         changed = {k: v for k, v in asdict(self.modifiers).items() if v != getattr(Modifiers(), k)}
+        changed |= {"global_windows": True} if self.global_windows else {}
+        changed |= {"drop": [*self.drop]} if self.drop else {}
         return {"op": self.op, "options": self.options, **changed}
 
 
@@ -60,19 +75,42 @@ class Plan:
         """The JSON form that an artifact stores: site path to operator and options."""
         return {s.site.path: s.entry for s in self.replaced}
 
+    @property
+    def drop_keys(self) -> frozenset[str]:
+        """Prefixes of the source's weights that the plan gives up."""
+        return frozenset(f"{s.site.path}.{key}" for s in self.replaced for key in s.drop_keys)
+
+    @property
+    def losses(self) -> dict[str, tuple[str, tuple[str, ...]]]:
+        """What is given up: name to words and the sites where."""
+        found: dict[str, tuple[str, tuple[str, ...]]] = {}
+        for plan in self.replaced:
+            for name, words in plan.drop.items():
+                found[name] = (words, (*found.get(name, ("", ()))[1], plan.site.path))
+        return found
+
     def with_operator(self, op: str) -> Plan:
         """The same sites, all replaced ones with another operator (``softmax`` makes the teacher)."""
         return Plan(tuple(SitePlan(s.site, s.op if s.op == KEEP else op) for s in self.sites))
 
 
+def kind_of(model: nn.Module, module: nn.Module) -> str | None:
+    """Name of the site kind of ``module``: those for the model's class first."""
+    kinds = sorted(SITES.all().items(), key=lambda item: not item[1].models)
+    for name, kind in kinds:
+        if (not kind.models or type(model).__name__ in kind.models) and kind().matches(module):
+            return name
+    return None
+
+
 def find_sites(model: nn.Module) -> list[Site]:
     """Every softmax attention module that a site kind recognises, in the model's order."""
-    kinds = {name: kind() for name, kind in SITES.all().items()}
     found = []
     for path, module in model.named_modules():
-        for name, kind in kinds.items():
-            if kind.matches(module):
-                found.append(Site(path, name, kind.geometry(module)))
+        name = kind_of(model, module)
+        if name is not None:
+            kind = SITES.get(name)()
+            found.append(Site(path, name, kind.geometry(module), kind.window(module)))
     return found
 
 
@@ -80,31 +118,22 @@ def make_plan(model: nn.Module, rules: Sequence[Rule]) -> Plan:
     """Match every site with the first rule that fits.
 
     Raises:
-        SurgeryError: the model has no sites, or is converted already.
-        RecipeError: a rule matches no site, or options that an operator does not have.
+        SurgeryError: the model has no sites or is converted already, or an operator cannot do what a site needs.
+        RecipeError: a rule matches no site, options that an operator does not have, or a ``drop`` that no site has.
     """
     if sites_of(model):
         raise SurgeryError("the model is converted already.", "Convert the original softmax model instead.")
     sites = find_sites(model)
     if not sites:
-        raise SurgeryError(
-            f"no softmax attention that can be replaced was found in {type(model).__name__}.",
-            f"Supported kinds: {', '.join(SITES.names())}.",
-        )
-    used = set()
-    plans = []
-    for site in sites:
-        for i, rule in enumerate(rules):
-            if fnmatchcase(site.path, rule.sites):
-                used.add(i)
-                plans.append(_plan_site(model, site, rule))
-                break
-        else:
-            plans.append(SitePlan(site, KEEP))
+        raise SurgeryError(*_no_sites(model))
+    chosen = {site.path: next((r for r in rules if fnmatchcase(site.path, r.sites)), None) for site in sites}
     for i, rule in enumerate(rules):
-        if i not in used:
-            paths = ", ".join(s.path for s in sites)
-            raise RecipeError(f"convert.{i}: no site is left for the rule {rule.sites!r}.", f"Sites: {paths}.")
+        if not any(rule is r for r in chosen.values()):
+            raise RecipeError(
+                f"convert.{i}: no site is left for the rule {rule.sites!r}.", f"Sites: {', '.join(chosen)}."
+            )
+    _check_drops(model, sites, rules)
+    plans = [_plan_site(model, s, r) if (r := chosen[s.path]) is not None else SitePlan(s, KEEP) for s in sites]
     return Plan(tuple(plans))
 
 
@@ -122,15 +151,57 @@ def make_operator(entry: dict[str, Any], geometry: HeadGeometry) -> Operator:
 
 
 def _plan_site(model: nn.Module, site: Site, rule: Rule) -> SitePlan:
-    """Try the rule's operator on the meta device: bad options show here, and so does the evaluation order."""
-    modifiers = Modifiers(rule.local, rule.center_keys)
-    plan = SitePlan(site, rule.op, dict(rule.options), modifiers)
+    """Check the rule against the site, and make its operator on the meta device: bad options show here."""
     if rule.op == KEEP:
-        return plan
+        return SitePlan(site, KEEP)
+    kind: SiteKind = SITES.get(site.kind)()
+    module = model.get_submodule(site.path)
+    plan = SitePlan(
+        site,
+        rule.op,
+        dict(rule.options),
+        Modifiers(rule.local, rule.center_keys),
+        rule.global_windows and site.window is not None and kind.windowed,
+    )
     with torch.device("meta"):
         op = make_operator(plan.entry, site.geometry)
-        grid = tuple(getattr(getattr(model, "patch_embed", None), "grid_size", None) or (14, 14))
-        return replace(plan, evaluation=op.evaluation(grid, int(getattr(model, "num_prefix_tokens", 0))))
+    missing = {name: f for name, f in kind.features(module).items() if f.needs not in op.carries}
+    for name, feature in missing.items():
+        if not feature.droppable or not {ALL, name} & set(rule.drop):
+            raise _cannot_carry(site, rule.op, name, feature)
+    words = {name: feature.words for name, feature in missing.items()}
+    return replace(plan, drop=words, drop_keys=dropped_names(kind, module, words))
+
+
+def _cannot_carry(site: Site, op: str, name: str, feature: Feature) -> SurgeryError:
+    able = ", ".join(n for n in OPERATORS.names() if feature.needs in OPERATORS.get(n).carries)
+    accept = f"accept the loss with --drop {name} (in Python: drop={{{name!r}}}) and let distillation recover it, "
+    return SurgeryError(
+        f"{site.path}: the operator {op!r} cannot carry what the source has there, {name}: {feature.words}.",
+        f"Either {accept if feature.droppable else ''}use an operator that carries it ({able}), or keep softmax there.",
+    )
+
+
+def _check_drops(model: nn.Module, sites: Sequence[Site], rules: Sequence[Rule]) -> None:
+    known = {name for s in sites for name in SITES.get(s.kind)().features(model.get_submodule(s.path))}
+    for name in {name for rule in rules for name in rule.drop} - known - {ALL}:
+        has = f"Its attention has: {', '.join(sorted(known))}." if known else "Its attention has nothing to drop."
+        raise RecipeError(f"drop: no site of this {type(model).__name__} has {name!r}.", has)
+
+
+def _no_sites(model: nn.Module) -> tuple[str, str]:
+    """Why nothing can be converted, and what to do."""
+    for module in model.modules():
+        reason = NOT_SOFTMAX_ROUTING.get(type(module).__name__)
+        if reason is not None:
+            return (
+                f"{type(model).__name__} has no softmax over tokens to replace: {reason}.",
+                "There is nothing to win.",
+            )
+    return (
+        f"no softmax attention that can be replaced was found in {type(model).__name__}.",
+        f"Supported kinds: {', '.join(SITES.names())}.",
+    )
 
 
 def apply(model: nn.Module, operators: dict[str, dict[str, Any]]) -> nn.Module:
@@ -141,19 +212,23 @@ def apply(model: nn.Module, operators: dict[str, dict[str, Any]]) -> nn.Module:
     Raises:
         SurgeryError: a path is no site of this model.
     """
-    kinds = {name: kind() for name, kind in SITES.all().items()}
-    grid_ref = GridRef(getattr(model, "num_prefix_tokens", 0))
+    modules = dict(model.named_modules())
+    refs: dict[tuple[str, GridReader, int], GridRef] = {}
     for path, entry in operators.items():
-        module = dict(model.named_modules()).get(path)
-        kind = next((k for k in kinds.values() if module is not None and k.matches(module)), None)
-        if module is None or kind is None:
+        module = modules.get(path)
+        name = kind_of(model, module) if module is not None else None
+        if module is None or name is None:
             raise SurgeryError(f"{path!r} is not a softmax attention module of this {type(model).__name__}.")
+        kind: SiteKind = SITES.get(name)()
+        prefix, source = kind.num_prefix(model, path), kind.grid_source(model, path)
+        ref = GridRef(prefix) if source is None else refs.setdefault((*source, prefix), GridRef(prefix, source[1]))
         reference = next(module.parameters())
         with torch.device(reference.device):
             op = make_operator(entry, kind.geometry(module)).to(reference.dtype)
-        set_submodule(model, path, LinearAttention(module, kind, op, grid_ref))
-    if operators:
-        model.get_submodule("patch_embed").register_forward_hook(grid_ref)
+        site = LinearAttention(module, kind, op, ref, entry.get("drop", ()), entry.get("global_windows", False))
+        set_submodule(model, path, site)
+    for (path, _, _), ref in refs.items():
+        model.get_submodule(path).register_forward_hook(ref)
     return model
 
 
@@ -164,6 +239,8 @@ def linearize(
     options: dict[str, Any] | None = None,
     local: Literal["none", "dwc3", "dwc5"] = "none",
     center_keys: bool = False,
+    drop: Collection[str] | Literal["all"] = (),
+    global_windows: bool = False,
 ) -> nn.Module:
     """A converted copy of any timm model: surgery alone, no training, no files.
 
@@ -171,7 +248,8 @@ def linearize(
         model: a timm Vision Transformer; it is not changed.
         op: operator for every site; ``softmax`` gives a model with the same outputs.
         options: the operator's own options.
-        local, center_keys: modifiers that any operator takes; see ``Rule``.
+        local, center_keys, global_windows: for any operator; see ``Rule``.
+        drop: what of the source's attention may be given up, such as ``{"relative-position-bias"}``, or ``"all"``.
 
     Returns:
         A new model, saved and loaded by timm's own functions wherever ``vit2linear`` is imported.
@@ -180,7 +258,15 @@ def linearize(
         UnknownNameError, RecipeError, SurgeryError
     """
     OPERATORS.check(op)
-    rule = Rule(op=op, options=options or {}, local=local, center_keys=center_keys)
+    drops = (drop,) if isinstance(drop, str) else tuple(sorted(drop))
+    rule = Rule(
+        op=op,
+        options=options or {},
+        local=local,
+        center_keys=center_keys,
+        drop=drops,
+        global_windows=global_windows,
+    )
     return apply_plan(model, make_plan(model, [rule]))
 
 
@@ -195,6 +281,15 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
     return student
 
 
-def plan_to_json(plan: Plan) -> list[dict[str, Any]]:
-    """One JSON object for each site."""
-    return [asdict(s) for s in plan.sites]
+def plan_notes(plan: Plan) -> list[str]:
+    """What a person should know before anything is trained: what is given up, and where nothing can be won."""
+    notes = [f"given up at {len(paths)} sites: {name}, {words}" for name, (words, paths) in plan.losses.items()]
+    inside = [s.site for s in plan.replaced if s.site.window is not None and not s.global_windows]
+    if inside:
+        sizes = ", ".join(sorted({str(site.window) for site in inside}, key=int))
+        notes.append(
+            f"{len(inside)} sites attend inside windows of {sizes} tokens, whose cost is linear in the image already: "
+            "converting there gains nothing; --global-windows routes over the whole map instead, which softmax cannot "
+            "afford"
+        )
+    return notes

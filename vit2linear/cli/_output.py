@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -13,6 +13,10 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from vit2linear.reporting import Progress, Reporter
+
+if TYPE_CHECKING:
+    from vit2linear.probe import Probe
+    from vit2linear.surgery import Plan
 
 PLAIN_EVERY = 10.0
 """Seconds between progress lines where stderr is no terminal."""
@@ -24,6 +28,22 @@ out = Console(highlight=False, soft_wrap=True)
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
     out.file.write(json.dumps(value, indent=2) + "\n")
+
+
+def plan_table(plan: Plan, probed: Probe) -> Table:
+    """One row for each site: sizes, operator, evaluation and what is given up."""
+    rows = []
+    for s in plan.sites:
+        found = probed.sites.get(s.site.path)
+        sizes = [f"{s.site.geometry.num_heads} x {s.site.geometry.head_dim}"]
+        tokens = "" if found is None else str(found.keys)
+        if found is not None and found.queries != found.keys:
+            tokens = f"{found.queries} on {found.keys}"
+        evaluation = "" if found is None else found.evaluation
+        rows.append(
+            [s.site.path, *sizes, tokens, s.op, evaluation + (f"; without {', '.join(s.drop)}" if s.drop else "")]
+        )
+    return table("Plan", ["site", "heads", "tokens", "operator", "evaluation"], rows)
 
 
 class TerminalReporter(Reporter):

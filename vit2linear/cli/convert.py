@@ -26,6 +26,13 @@ def convert(
     ] = None,
     local: Annotated[str | None, typer.Option(help="none, dwc3 or dwc5: depthwise convolution beside it.")] = None,
     center_keys: Annotated[bool | None, typer.Option("--center-keys", help="Subtract the mean key.")] = None,
+    drop: Annotated[
+        list[str] | None,
+        typer.Option(help="What may be given up, such as relative-position-bias, or all; may be repeated."),
+    ] = None,
+    global_windows: Annotated[
+        bool | None, typer.Option("--global-windows", help="Windowed attention becomes global: one window.")
+    ] = None,
     data: o.Data = None,
     distill_steps: Annotated[
         int | None, typer.Option(help="Optimiser steps of both stages together; 0 converts without training.")
@@ -52,7 +59,14 @@ def convert(
 
         request = read_recipe(recipe) if recipe is not None else Recipe()
         options = dict(o.key_value(text) for text in option or []) or None
-        given = {"op": op, "options": options, "local": local, "center_keys": center_keys}
+        given = {
+            "op": op,
+            "options": options,
+            "local": local,
+            "center_keys": center_keys,
+            "drop": drop or None,
+            "global_windows": global_windows,
+        }
         changes = {k: v for k, v in given.items() if v is not None}
         # A new operator is a new plan; the rest changes the plan that there is.
         rules = [changes] if op is not None else [{**vars(rule), **changes} for rule in request.convert]
@@ -96,7 +110,7 @@ def convert(
 
 
 def _plan_json(prepared: Prepared) -> dict[str, object]:
-    from vit2linear.surgery import plan_to_json
+    from vit2linear.probe import plan_to_json
 
     return {
         "source": prepared.ref.name,
@@ -107,22 +121,18 @@ def _plan_json(prepared: Prepared) -> dict[str, object]:
         "steps": prepared.recipe.distill.steps,
         "data": prepared.recipe.data.path,
         "output": str(prepared.output),
-        "plan": plan_to_json(prepared.plan),
+        "plan": plan_to_json(prepared.plan, prepared.probe),
         "notes": list(prepared.notes),
     }
 
 
 def _show_plan(prepared: Prepared) -> None:
-    from vit2linear.cli._output import err, out, table
+    from vit2linear.cli._output import err, out, plan_table
 
     commit = f" at {prepared.ref.repo.commit[:12]}" if prepared.ref.repo is not None else ""
     size = "x".join(map(str, prepared.data_config["input_size"]))
     err.print(f"{prepared.ref.name}{commit}: {prepared.spec.architecture}, input {size}", markup=False)
-    rows = [
-        [s.site.path, str(s.site.geometry.num_heads), str(s.site.geometry.head_dim), s.op, s.evaluation]
-        for s in prepared.plan.sites
-    ]
-    out.print(table("Plan", ["site", "heads", "head dim", "operator", "evaluation"], rows))
+    out.print(plan_table(prepared.plan, prepared.probe))
     for note in prepared.notes:
         err.print(note, markup=False)
     recipe = prepared.recipe

@@ -12,12 +12,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from vit2linear.attention import sites_of
 from vit2linear.data import Batch
 from vit2linear.distill.tasks import ModelTask, SiteTask, Task
 from vit2linear.errors import DistillError
 from vit2linear.recipe import DistillOptions, Stage
 from vit2linear.reporting import Progress, Reporter
+from vit2linear.site import sites_of
 
 TASKS: dict[str, type[Task]] = {"attention": SiteTask, "feature": ModelTask}
 

@@ -15,9 +15,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from vit2linear.attention import LinearAttention, sites_of
 from vit2linear.errors import DistillError
 from vit2linear.losses import Outputs, total_loss
+from vit2linear.site import LinearAttention, site_output, sites_of
 
 
 def run(model: nn.Module, pixels: Tensor, sites: Mapping[str, LinearAttention]) -> Outputs:
@@ -69,13 +69,13 @@ class SiteTask(Task):
         losses: list[Tensor] = []
 
         def match(path: str) -> Any:
-            def hook(module: LinearAttention, args: Any, kwargs: Any, output: Tensor) -> None:
+            def hook(module: LinearAttention, args: Any, kwargs: Any, output: Any) -> None:
                 site = self.student_sites[path]
                 # The student's backbone does not run, so its grid comes from the teacher's.
                 site.grid_ref.grid = module.grid_ref.grid
                 with torch.enable_grad():
-                    mine = Outputs(sites={path: site(*args, **kwargs)})
-                    loss = total_loss(self.losses, mine, Outputs(sites={path: output}))
+                    mine = Outputs(sites={path: site_output(site(*args, **kwargs))})
+                    loss = total_loss(self.losses, mine, Outputs(sites={path: site_output(output)}))
                     if not torch.isfinite(loss):
                         raise DistillError(
                             f"the loss at site {path!r} is {loss.item()}.", "Lower distill.attention.lr."
@@ -129,8 +129,8 @@ class _StudentLoss(nn.Module):
 @contextmanager
 def _captured(sites: Mapping[str, LinearAttention], outputs: Outputs) -> Iterator[None]:
     def keep(path: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            outputs.sites[path] = output
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            outputs.sites[path] = site_output(output)
 
         return hook
 

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit2linear.attention import Operator
 from vit2linear.context import AttentionContext, HeadGeometry
+from vit2linear.operator import Operator
 from vit2linear.ops._landmarks import LandmarkOperator, landmark_grid
 from vit2linear.ops.base import count_keys
 

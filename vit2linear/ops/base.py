@@ -20,8 +20,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from vit2linear.attention import Operator
 from vit2linear.context import AttentionContext, no_autocast
+from vit2linear.operator import Operator
 
 
 class Row(NamedTuple):
@@ -81,13 +81,17 @@ class KernelOperator(Operator):
             heads = self.join(heads)
             return self.finish(heads, v.to(wide), ctx).to(v.dtype)
 
-    def order(self, ctx: AttentionContext) -> str:
-        """As ``prefers_quadratic`` decides from the shapes of the features; runs on the meta device."""
+    def order(
+        self,
+        q: Float[Tensor, "batch heads queries head_dim"],
+        k: Float[Tensor, "batch heads keys head_dim"],
+        v: Float[Tensor, "batch heads keys value_dim"],
+        ctx: AttentionContext,
+    ) -> str:
+        """As ``prefers_quadratic`` decides."""
         if not self.linear:
             return "quadratic"
-        heads, width = self.geometry.num_heads, self.geometry.head_dim
-        q = torch.empty(ctx.x.shape[0], heads, ctx.x.shape[1], width, device=ctx.x.device)
-        return "quadratic" if self.prefers_quadratic(*self.features(q, q, ctx), self.split(q)) else "linear"
+        return "quadratic" if self.prefers_quadratic(*self.features(q, k, ctx), self.split(v)) else "linear"
 
     def prefers_quadratic(self, phi_q: Tensor, phi_k: Tensor, v: Tensor) -> bool:
         """Whether forming the map costs less: N < 2 f d / (f + d) for N queries and keys."""

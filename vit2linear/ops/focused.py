@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit2linear.attention import Operator
 from vit2linear.context import AttentionContext, HeadGeometry
+from vit2linear.operator import Operator
 from vit2linear.ops._parts import add_key_positions, check_positive, key_table, refuse_key_mask
 from vit2linear.ops.base import SumRule
 

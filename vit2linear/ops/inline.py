@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit2linear.attention import Operator
 from vit2linear.context import AttentionContext, HeadGeometry
 from vit2linear.errors import RecipeError
+from vit2linear.operator import Operator
 from vit2linear.ops._parts import token_mean
 from vit2linear.ops.base import AffineRule
 

@@ -10,8 +10,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit2linear.attention import Operator
 from vit2linear.context import AttentionContext, HeadGeometry, no_autocast
+from vit2linear.operator import Operator
 from vit2linear.ops._parts import check_positive, refuse_key_mask
 
 EPS = 1e-6

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from vit2linear.attention import Operator
 from vit2linear.context import AttentionContext
+from vit2linear.operator import Operator
 from vit2linear.ops._landmarks import LandmarkOperator
 from vit2linear.ops.base import count_keys
 

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit2linear.attention import Operator
 from vit2linear.context import AttentionContext, HeadGeometry
+from vit2linear.operator import Operator
 from vit2linear.ops._parts import check_positive
 from vit2linear.ops.base import SumRule
 

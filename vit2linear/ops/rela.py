@@ -7,8 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit2linear.attention import Operator
 from vit2linear.context import AttentionContext, no_autocast
+from vit2linear.operator import Operator
 
 
 class RectifiedAttention(Operator):

@@ -6,8 +6,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from vit2linear.attention import Operator
 from vit2linear.context import AttentionContext
+from vit2linear.operator import Operator
 
 
 class SoftmaxAttention(Operator):
@@ -17,7 +17,7 @@ class SoftmaxAttention(Operator):
     family = "exact"
     summary = "softmax(q k^T / sqrt(d)), exact and quadratic"
     reference = "Attention Is All You Need, arXiv 1706.03762"
-    carries = frozenset({"key_mask", "bias"})
+    carries = frozenset({"key_mask", "bias", "head_mix", "pooling"})
     linear = False
     cost = "2 N^2 d"
 
@@ -29,6 +29,8 @@ class SoftmaxAttention(Operator):
         ctx: AttentionContext,
     ) -> Float[Tensor, "batch heads queries value_dim"]:
         """softmax(scale q k^T + bias) v."""
+        if ctx.head_mix is not None:
+            return self.map(q, k, ctx) @ v
         mask = _mask(ctx)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.geometry.scale)
 
@@ -38,14 +40,15 @@ class SoftmaxAttention(Operator):
         k: Float[Tensor, "batch heads keys head_dim"],
         ctx: AttentionContext,
     ) -> Float[Tensor, "batch heads queries keys"]:
-        """softmax(scale q k^T + bias)."""
+        """softmax(scale q k^T + bias), heads mixed before and after where the source does."""
         logits = q @ k.transpose(-2, -1) * self.geometry.scale
-        mask = _mask(ctx)
+        mix, mask = ctx.head_mix, _mask(ctx)
+        if mix is not None:
+            logits = mix.logits(logits.movedim(1, -1)).movedim(-1, 1)
         if mask is not None:
-            logits = (
-                logits.masked_fill(~mask, float("-inf")) if mask.dtype.is_floating_point is False else logits + mask
-            )
-        return logits.softmax(-1)
+            logits = logits + mask if mask.dtype.is_floating_point else logits.masked_fill(~mask, float("-inf"))
+        rows = logits.softmax(-1)
+        return rows if mix is None else mix.maps(rows.movedim(1, -1)).movedim(-1, 1)
 
 
 def _mask(ctx: AttentionContext) -> Tensor | None:

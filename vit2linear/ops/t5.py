@@ -9,9 +9,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vit2linear.attention import Operator
 from vit2linear.context import AttentionContext, HeadGeometry, no_autocast
 from vit2linear.modifiers import LocalBranch, centered
+from vit2linear.operator import Operator
 from vit2linear.ops.base import count_keys
 
 

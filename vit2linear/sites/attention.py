@@ -8,15 +8,13 @@ from jaxtyping import Float
 from timm.layers import Attention
 from torch import Tensor, nn
 
-from vit2linear.attention import SiteKind, key_mask_or_bias
 from vit2linear.context import AttentionContext, HeadGeometry
 from vit2linear.errors import SurgeryError
+from vit2linear.site import SiteKind, key_mask_or_bias
 
 
 class AttentionSite(SiteKind):
     """Fused qkv, optional qk-norm, optional norm and gate before the output projection."""
-
-    output = "proj"
 
     def matches(self, module: nn.Module) -> bool:
         """Exactly timm's class: a subclass may compute something else."""
