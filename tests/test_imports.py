@@ -13,7 +13,7 @@ PACKAGE = Path(vit2linear.__file__).parent
 # Later layers may import earlier ones, and their own; ops, sites and sources never import each other.
 LAYERS = [
     {"errors"},
-    {"strict", "registry", "reporting", "hub", "entry"},
+    {"strict", "registry", "reporting", "hub", "entry", "heads"},
     {"recipe"},
     {"context"},
     {"modifiers"},

@@ -53,14 +53,15 @@ def evaluate(
     student = opened.model()
     source = _source_again(record["source"], teacher)
     spec = layout_of(source).spec(source)
-    size = list(student.patch_embed.img_size)  # type: ignore[union-attr, arg-type]
+    data_config = resolve_model_data_config(student)
+    size = list(data_config["input_size"][1:])
     spec = dataclasses.replace(spec, model_args={**spec.model_args, "img_size": size})
     module = model.load(source, spec).module
     softmax = {p["site"]["path"]: {"op": "softmax"} for p in record["plan"] if p["op"] != KEEP}
     same_images = data is None or data == record["data"]["path"]
     judge = open_judge(
         data or record["data"]["path"],
-        resolve_model_data_config(student),
+        data_config,
         int(student.num_classes),  # type: ignore[arg-type]
         spec.pretrained_cfg.get("label_names"),
         ignore_labels=ignore_labels or (same_images and record["data"]["ignore_labels"]),
@@ -84,10 +85,10 @@ def bench_job(ref: str, batch_size: int) -> Job:
 def _source_again(record: dict[str, Any], place: str | None) -> ModelRef:
     """The teacher of an artifact: the recorded repository at its commit, or a folder with the same weights."""
     if "repo" in record and place is None:
-        found = resolve(f"hf-hub:{record['repo']}", record["commit"])
+        found = resolve(f"hf-hub:{record['repo']}", record["commit"], record.get("arch"))
         named_by_timm = record["name"] != record["repo"] and "/" not in record["name"]
         return dataclasses.replace(found, name=record["name"], registry_name=record["name"] if named_by_timm else None)
-    found = resolve(place or record["name"])
+    found = resolve(place or record["name"], arch=record.get("arch"))
     if "weights_sha256" in record and found.record().get("weights_sha256") != record["weights_sha256"]:
         raise ArtifactError(
             f"the weights in {found.name!r} are not those that were converted.", "Point to the original with --teacher."

@@ -22,6 +22,9 @@ from vit2linear.errors import (
     UnreachableHubError,
 )
 
+CONFIGS = ("config.json", "open_clip_config.json")
+"""Files that describe a model, the preferred one first."""
+
 
 @dataclass(frozen=True)
 class RepoInfo:
@@ -32,6 +35,7 @@ class RepoInfo:
     license: str | None = None
     license_name: str | None = None
     license_link: str | None = None
+    files: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -84,13 +88,15 @@ def repo_info(repo: str, revision: str | None = None) -> RepoInfo:
         with friendly_errors(repo):
             info = hf.HfApi().model_info(repo, revision=revision)
     except UnreachableHubError:
-        cached = hf.try_to_load_from_cache(repo, "config.json", revision=revision)
-        if not isinstance(cached, str):
+        found = (hf.try_to_load_from_cache(repo, name, revision=revision) for name in CONFIGS)
+        cached = next((Path(path) for path in found if isinstance(path, str)), None)
+        if cached is None:
             raise
-        return RepoInfo(repo, Path(cached).parent.name)
+        return RepoInfo(repo, cached.parent.name, files=tuple(path.name for path in cached.parent.iterdir()))
     card = info.card_data
     fields = {k: getattr(card, k, None) for k in ("license", "license_name", "license_link")} if card else {}
-    return RepoInfo(repo, str(info.sha), **fields)
+    files = tuple(sibling.rfilename for sibling in info.siblings or [])
+    return RepoInfo(repo, str(info.sha), **fields, files=files)
 
 
 def download(repo: str, commit: str, filename: str) -> Path | None:

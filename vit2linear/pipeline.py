@@ -74,7 +74,7 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
         check_losses(stage.losses)
     if recipe.output.dir is not None:
         artifact.check_output(Path(recipe.output.dir), overwrite)
-    ref = resolve(recipe.source.model, recipe.source.revision)
+    ref = resolve(recipe.source.model, recipe.source.revision, recipe.source.arch)
     spec = layout_of(ref).spec(ref)
     if recipe.source.img_size is not None:
         size = [recipe.source.img_size] * 2
@@ -234,4 +234,5 @@ def _default_output(ref: ModelRef, plan: Plan) -> str:
     if not operators:
         raise RecipeError("the rules keep every site, so there is nothing to convert.")
     short = [op.split(":")[-1].lower() for op in operators]
-    return "-".join([Path(name.removeprefix("local-dir:")).resolve().name, *short])
+    path = Path(name.removeprefix("local-dir:")).resolve()
+    return "-".join([path.stem if ref.weights_name is not None else path.name, *short])

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def convert(
     source: Annotated[
         str | None,
-        typer.Argument(help="demo, a Hub id, a folder, a timm name, hf-hub:ID or local-dir:PATH.", show_default=False),
+        typer.Argument(
+            help="demo, a Hub id, a folder or file, a timm name, hf-hub:ID or local-dir:PATH.", show_default=False
+        ),
     ] = None,
     op: Annotated[str | None, typer.Option(help="Operator for every site, such as relu or elu.")] = None,
     option: Annotated[
@@ -42,6 +44,9 @@ def convert(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; read no weights, write nothing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in the output folder.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,
+    arch: Annotated[
+        str | None, typer.Option(help="timm's name of the architecture, for weights without a config.")
+    ] = None,
     img_size: Annotated[int | None, typer.Option(help="Side of the input in pixels.")] = None,
     batch_size: o.BatchSize = None,
     workers: o.Workers = None,
@@ -74,6 +79,7 @@ def convert(
             request,
             source__model=source,
             source__revision=revision,
+            source__arch=arch,
             source__img_size=img_size,
             convert=rules,
             distill__steps=distill_steps,
