@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
 from vit2linear.sources._transformers import _keys
 from vit2linear.sources._transformers.family import COMMON
 from vit2linear.sources._transformers.vit import PlainViT
@@ -44,7 +47,7 @@ class Beit(PlainViT):
         self.activation("gelu")
         args = super().args() | {
             "qkv_bias": True,
-            "init_values": float(values["layer_scale_init_value"]) or None,
+            "init_values": float(values["layer_scale_init_value"]),
             "use_abs_pos_emb": bool(values["use_absolute_position_embeddings"]),
             "use_rel_pos_bias": bool(values["use_relative_position_bias"]),
             "use_shared_rel_pos_bias": bool(values["use_shared_relative_position_bias"]),
@@ -53,3 +56,11 @@ class Beit(PlainViT):
         }
         del args["act_layer"]
         return args
+
+    def convert(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Headless files may lack the pooler's norm, which then is one without scale and shift."""
+        converted = super().convert(weights)
+        if self.labels is None and self.args()["use_fc_norm"]:
+            width = int(self.values["hidden_size"])
+            converted = {"fc_norm.weight": torch.ones(width), "fc_norm.bias": torch.zeros(width)} | converted
+        return converted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from vit2linear.sources._transformers import _keys
@@ -30,7 +31,7 @@ class Dinov2(PlainViT):
     processor: ClassVar[dict[str, Any]] = {"image_processor_type": "BitImageProcessor", **IMAGENET}
     renames: ClassVar[_keys.Table] = (
         (r"\.mlp\.weights_in\.", ".mlp.fc1."),
-        (r"\.mlp\.weights_out\.", ".mlp.fc2."),
+        (r"\.mlp\.(weights_out|down_proj)\.", ".mlp.fc2."),
         *_keys.PLAIN,
     )
 
@@ -56,8 +57,11 @@ class Dinov2(PlainViT):
         return ratio(2 * ((int(hidden * 2 / 3) + 7) // 8 * 8) if self.values["use_swiglu_ffn"] else hidden, width)
 
     def convert(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """With registers, the class token's position becomes part of the token."""
+        """Pack gate and value; with registers, the class token's position becomes part of the token."""
         converted = super().convert(weights)
+        for gate in [k for k in converted if ".mlp.gate_proj." in k]:
+            packed = [converted.pop(gate), converted.pop(gate.replace("gate_proj", "up_proj"))]
+            converted[gate.replace("gate_proj", "fc1")] = torch.cat(packed)
         if self._registers and {"pos_embed", "cls_token"} <= converted.keys():
             positions = converted["pos_embed"].float()
             converted["cls_token"] = converted["cls_token"].float() + positions[:, :1]
