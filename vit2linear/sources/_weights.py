@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ def read(name: str, paths: Sequence[Path]) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for path in paths:
         try:
-            weights |= load_state_dict(str(path), weights_only=True)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "'torch.load' received a zip file")  # and the error says it again
+                weights |= load_state_dict(str(path), weights_only=True)
         except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, KeyError, AttributeError) as error:
             raise _unreadable(name, path, error) from error
     if not weights:

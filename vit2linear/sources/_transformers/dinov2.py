@@ -17,7 +17,7 @@ class Dinov2(PlainViT):
 
     model_types: ClassVar[dict[str, dict[str, Any]]] = {
         "dinov2": {},
-        "dinov2_with_registers": {"num_register_tokens": 4},
+        "dinov2_with_registers": {"num_register_tokens": 4, "patch_size": 16},
     }
     defaults: ClassVar[dict[str, Any]] = {
         **COMMON,

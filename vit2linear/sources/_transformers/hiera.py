@@ -18,6 +18,7 @@ class Hiera(Family):
     defaults: ClassVar[dict[str, Any]] = {
         **COMMON,
         "layer_norm_eps": 1e-6,
+        "image_size": [224, 224],
         "embed_dim": 96,
         "patch_size": [7, 7],
         "patch_stride": [4, 4],
