@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from timm.models import load_state_dict
+from timm.models import clean_state_dict, load_state_dict
 from torch import Tensor
 
 from vit2linear.errors import WeightsError
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar")
 """Files that may hold weights."""
+
+_WRAPPERS = ("model", "state_dict", "module", "model_state", "encoder")
+"""Names under which training checkpoints keep the weights; the last is I-JEPA's."""
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -32,7 +35,7 @@ def read(name: str, paths: Sequence[Path]) -> dict[str, Tensor]:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "'torch.load' received a zip file")  # and the error says it again
-                weights |= load_state_dict(str(path), weights_only=True)
+                weights |= _unwrapped(load_state_dict(str(path), weights_only=True))
         except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, KeyError, AttributeError) as error:
             raise _unreadable(name, path, error) from error
     if not weights:
@@ -40,7 +43,15 @@ def read(name: str, paths: Sequence[Path]) -> dict[str, Tensor]:
     return weights
 
 
-def in_float32(name: str, weights: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def _unwrapped(stored: Any) -> dict[str, Tensor]:
+    """The weights inside a training checkpoint, without what is none."""
+    inner = next((stored[key] for key in _WRAPPERS if isinstance(stored.get(key), dict)), None)
+    if inner is not None:
+        return _unwrapped(clean_state_dict(inner))
+    return {key: value for key, value in stored.items() if isinstance(value, Tensor)}
+
+
+def in_float32(name: str, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
     """The weights in float32, and the type that most of them had.
 
     Raises:
@@ -50,7 +61,7 @@ def in_float32(name: str, weights: dict[str, Any]) -> tuple[dict[str, Any], str]
     converted = {}
     for key, value in weights.items():
         converted[key] = value
-        if isinstance(value, Tensor) and value.is_floating_point():
+        if value.is_floating_point():
             if value.dtype not in _FLOATS:
                 raise WeightsError(f"{key!r} of {name!r} is {value.dtype}.", "Quantised weights are not supported.")
             converted[key] = value.float()
