@@ -156,7 +156,12 @@ def convert(
         "format": 1,
         "vit2linear": vit2linear.__version__,
         "versions": {p: version(p) for p in ("torch", "timm", "accelerate")} | {"python": platform.python_version()},
-        "source": {**prepared.ref.record(), "architecture": prepared.spec.architecture, **licence},
+        "source": {
+            **prepared.ref.record(),
+            "architecture": prepared.spec.architecture,
+            "dtype": loaded.spec.dtype,
+            **licence,
+        },
         "data": {"path": recipe.data.path, "held_out": judge.sets.held_out, "ignore_labels": ignore_labels},
         "plan": plan_to_json(plan, prepared.probe),
         "audit": dataclasses.asdict(audited),

@@ -21,6 +21,8 @@ class OriginalLayout(Layout):
         """What timm's registry says about the architecture; classes are counted in a local file."""
         assert ref.arch is not None
         cfg = timm.get_pretrained_cfg(ref.arch).to_dict(remove_source=True)
+        if "." not in ref.arch:
+            cfg.pop("license", None)  # of whatever weights timm has by default, which need not be these
         if ref.repo is None:
             cfg["num_classes"] = _count_classes(ref.weights(), cfg)
         note = f"preprocessing and input size of timm's {cfg['architecture']}.{cfg['tag']}".removesuffix(".")
