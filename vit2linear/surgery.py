@@ -25,11 +25,15 @@ from vit2linear.strict import build
 
 NOT_SOFTMAX_ROUTING = {
     "XCA": "its attention mixes channels, not tokens, at a cost that is linear in the tokens already",
+    "ChannelAttention": "it mixes channels, not tokens, at a cost that is linear in the tokens already",
+    "ChannelAttentionV2": "it mixes channels, not tokens, at a cost that is linear in the tokens already",
     "OutlookAttention": "outlook attention takes its weights from each token alone, not from pairs of tokens",
+    "ClassAttn": "its only query is the class token, so its cost is linear in the tokens already",
+    "CrossAttention": "its only query is the class token, so its cost is linear in the tokens already",
+    "AttentionPoolLatent": "it pools the tokens with one query, so its cost is linear in the tokens already",
     "LiteMLA": "its attention is linear already",
-    "LinearAttention": "its attention is linear already",
 }
-"""Attention modules (by class) without a softmax over pairs of tokens, and why."""
+"""Attention modules (by class) that are no sites, and why."""
 
 SITES: Registry[SiteKind] = Registry("site kind", "vit2linear.sites", "vit2linear.site:SiteKind")
 
