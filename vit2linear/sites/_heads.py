@@ -1,4 +1,4 @@
-"""What several kinds share: a fused qkv taken apart, and heads brought through the output projection."""
+"""What several kinds share: a fused qkv taken apart, heads brought through the output projection, a feature's name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
+
+BIAS = "relative-position-bias"
+"""The feature by this name."""
 
 
 def fused_heads(

@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from vit2linear.context import AttentionContext, GridReader
 from vit2linear.errors import SurgeryError
 from vit2linear.site import Feature, SiteKind
-from vit2linear.sites._heads import projected
+from vit2linear.sites._heads import BIAS, projected
 
-BIAS = "relative-position-bias"
 MASK = "shifted-window-mask"
 
 
@@ -101,7 +100,7 @@ class SwinSite(SiteKind):
         return path.rpartition(".blocks.")[0] + ".downsample", map_grid
 
     def project(
-        self, site: Any, x: Float[Tensor, "windows tokens channels"], mask: Tensor | None = None
+        self, site: Any, x: Float[Tensor, "windows inside channels"], mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, AttentionContext]:
         """Inside windows as timm does it; or over the map, where neither window bias nor mask has a meaning."""
         size, bias = self.block.window_size, None
@@ -119,7 +118,7 @@ class SwinSite(SiteKind):
 
     def merge(
         self, site: Any, heads: Float[Tensor, "batch heads tokens head_dim"], ctx: AttentionContext
-    ) -> Float[Tensor, "windows tokens channels"]:
+    ) -> Float[Tensor, "windows inside channels"]:
         """Output projection; windows again, where they were undone."""
         y = projected(site, heads)
         return y if ctx.state is None else ctx.state.split(y).flatten(1, 2)

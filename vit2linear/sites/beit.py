@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from vit2linear.context import AttentionContext, HeadGeometry
 from vit2linear.site import Feature, SiteKind
-from vit2linear.sites._heads import fused_heads, projected, set_window_size
-
-BIAS = "relative-position-bias"
+from vit2linear.sites._heads import BIAS, fused_heads, projected, set_window_size
 
 
 class BeitSite(SiteKind):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from vit2linear.context import AttentionContext, HeadGeometry
 from vit2linear.site import Feature, SiteKind
-from vit2linear.sites._heads import fused_heads, projected
-from vit2linear.sites._windows import BIAS, Windows, known_map
+from vit2linear.sites._heads import BIAS, fused_heads, projected
+from vit2linear.sites._windows import Windows, known_map
 
 
 class SamSite(SiteKind):
@@ -52,7 +52,7 @@ class SamSite(SiteKind):
         return side**2 or None
 
     def project(
-        self, site: Any, x: Float[Tensor, "batch rows columns channels"]
+        self, site: Any, x: Float[Tensor, "windows rows columns channels"]
     ) -> tuple[Tensor, Tensor, Tensor, AttentionContext]:
         """qkv, qk-norm, then bias or rotation by the positions in the window, or in the map where that is undone."""
         grid, windows = (x.shape[1], x.shape[2]), None
@@ -74,7 +74,7 @@ class SamSite(SiteKind):
 
     def merge(
         self, site: Any, heads: Float[Tensor, "batch heads tokens head_dim"], ctx: AttentionContext
-    ) -> Float[Tensor, "batch rows columns channels"]:
+    ) -> Float[Tensor, "windows rows columns channels"]:
         """Output projection; a map again, or windows."""
         y = projected(site, heads)
         windows: Windows | None = ctx.state
