@@ -41,6 +41,7 @@ def resolve(name: str, revision: str | None = None, arch: str | None = None) -> 
         raise SourceNotFoundError(f"the architecture of {name!r} is known.", "Leave --arch out.")
     if not timm.is_model(arch.split(".")[0]):
         raise SourceNotFoundError(f"timm knows no architecture {arch!r}.", _guess(arch, "See timm.list_models()."))
+    _check_tag(arch)
     return replace(found, arch=arch)
 
 
@@ -96,13 +97,23 @@ def _local(name: str, path: Path) -> ModelRef:
 
 
 def _registry(name: str) -> ModelRef:
-    cfg = timm.get_pretrained_cfg(name, allow_unregistered=False) if timm.is_model(name.split(".")[0]) else None
-    if cfg is None:
+    if not timm.is_model(name.split(".")[0]):
         guess = _guess(name, "Use owner/name for the Hub, or the path of a folder.")
         raise SourceNotFoundError(f"{name!r} is neither a folder nor a name that timm knows.", guess)
+    _check_tag(name)
+    cfg = timm.get_pretrained_cfg(name)
     if not cfg.hf_hub_id:
         raise SourceNotFoundError(f"timm has no weights on the Hub for {name!r}.", "Choose another tag, or a folder.")
     return ModelRef(name, repo=hub.repo_info(cfg.hf_hub_id), registry_name=name)
+
+
+def _check_tag(name: str) -> None:
+    base, _, tag = name.partition(".")
+    tags = [found.partition(".")[2] for found in timm.list_models(f"{base}.*", pretrained=True)]
+    if tag and tag not in tags:
+        raise SourceNotFoundError(
+            f"timm's {base} has no weights tagged {tag!r}.", f"Tags: {', '.join(tags) or 'none'}."
+        )
 
 
 def _guess(name: str, otherwise: str) -> str:

@@ -127,6 +127,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "swinv2": lambda: tf.Swinv2ForImageClassification(tf.Swinv2Config(**SWIN, **CLASSES)),
     "swinv2-model": lambda: tf.Swinv2Model(tf.Swinv2Config(**SWIN, pretrained_window_sizes=[6, 6, 3])),
     "hiera": lambda: tf.HieraForImageClassification(tf.HieraConfig(**HIERA, **CLASSES)),
+    "hiera-masked": lambda: tf.HieraForPreTraining(
+        tf.HieraConfig(
+            **HIERA, mask_ratio=0.0, decoder_hidden_size=32, decoder_depth=1, decoder_num_heads=2, norm_pix_loss=False
+        )
+    ),
     "hiera-model": lambda: tf.HieraModel(tf.HieraConfig(**HIERA)),
 }
 TANH_POOLED = {"vit-model", "vit-no-bias", "ijepa-model"}
@@ -179,6 +184,8 @@ def _inputs(name: str, pixels: Tensor) -> dict[str, Tensor]:
         rows, columns = pixels.shape[2] // 8, pixels.shape[3] // 8
         order = torch.arange(rows * columns, dtype=torch.float32)
         return {"pixel_values": pixels, "noise": order.expand(len(pixels), -1)}
+    if name == "hiera-masked":
+        return {"pixel_values": pixels, "noise": torch.arange(4.0).expand(len(pixels), -1)}
     if name.startswith("siglip2"):
         batch, channels, height, width = pixels.shape
         rows, columns = height // 8, width // 8

@@ -232,6 +232,9 @@ def test_without_an_architecture_it_says_what_to_do(tmp_path: Path) -> None:
         SourceNotFoundError, match=r"timm knows no architecture 'vit_bas_patch16_224'\. Close names: vit_base"
     ):
         load(tmp_path, "vit_bas_patch16_224")
+    for name, arch in (("vit_base_patch16_224.mea", None), (tmp_path, "vit_base_patch16_224.mea")):
+        with pytest.raises(SourceNotFoundError, match=r"has no weights tagged 'mea'\. Tags: .*mae"):
+            load(name, arch)
     with pytest.raises(SourceNotFoundError, match="Leave --arch out"):
         load("demo", "vit_base_patch16_224")
     torch.save({"b": torch.zeros(1)}, tmp_path / "others.pt")

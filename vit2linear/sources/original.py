@@ -35,7 +35,8 @@ class OriginalLayout(Layout):
 
 def _count_classes(weights: dict[str, Tensor], cfg: dict[str, Any]) -> int:
     """Rows of the classifier, or of CLIP's projection; 0 without either."""
-    head = cfg["classifier"] if isinstance(cfg["classifier"], str) else cfg["classifier"][0]
+    classifier = cfg["classifier"] or "head"
+    head = classifier if isinstance(classifier, str) else classifier[0]
     if "visual.proj" in weights:
         return weights["visual.proj"].shape[1]
     names = (f"{head}.weight", f"{head.split('.')[0]}.weight", "head.projection.weight", "visual.head.proj.weight")
