@@ -105,6 +105,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "metaclip_2_vision_model": lambda: tf.MetaClip2VisionModelWithProjection(
         tf.MetaClip2VisionConfig(**VIT, projection_dim=20)
     ),
+    "altclip": lambda: towers("AltCLIP", "Model", projection_dim=20),
+    "chinese_clip": lambda: towers("ChineseCLIP", "Model", projection_dim=20),
     "altclip_vision_model": lambda: tf.AltCLIPVisionModel(tf.AltCLIPVisionConfig(**VIT)),
     "chinese_clip_vision_model": lambda: tf.ChineseCLIPVisionModel(tf.ChineseCLIPVisionConfig(**VIT)),
     "siglip_vision_model": lambda: tf.SiglipVisionModel(tf.SiglipVisionConfig(**VIT)),

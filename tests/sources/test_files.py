@@ -130,6 +130,9 @@ def test_prefixes_may_be_missing_on_some_keys(folder: Path) -> None:
 
 def test_an_empty_file(folder: Path) -> None:
     taken(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(WeightsError, match="hold no weights"):
+        load(folder)
     save_file({}, folder / "model.safetensors")
-    with pytest.raises(WeightsError, match="holds no weights"):
+    with pytest.raises(WeightsError, match="hold no weights"):
         load(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 
+import pytest
 import timm
 import torch
 
@@ -21,6 +22,7 @@ def stored(weights: dict[str, torch.Tensor]) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.slow
 def test_weights_alone_and_open_clip(user: User) -> None:
     vit = timm.create_model("test_vit", img_size=160).state_dict()
     user.hub.add_repo(WEIGHTS, {"README.md": b"---\nlicense: mit\n---\n", "vit_pretrain.pth": stored(vit)})

@@ -39,7 +39,7 @@ def read(name: str, paths: Sequence[Path]) -> dict[str, Tensor]:
         except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, KeyError, AttributeError) as error:
             raise _unreadable(name, path, error) from error
     if not weights:
-        raise WeightsError(f"{paths[0].name} of {name!r} holds no weights.")
+        raise WeightsError(f"the files of {name!r} hold no weights.")
     return weights
 
 

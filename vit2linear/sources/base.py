@@ -66,7 +66,7 @@ class ModelRef:
                 return [path]
             index = self.json(f"{filename}.index.json")
             if index is not None:
-                return [self._shard(shard) for shard in sorted(set(index["weight_map"].values()))]
+                return [self._shard(shard) for shard in sorted(set(index.get("weight_map", {}).values()))]
         others = [name for name in self.filenames if name.endswith(SUFFIXES)]
         if len(others) == 1 and (path := self.file(others[0])) is not None:
             return [path]
