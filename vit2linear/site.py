@@ -62,6 +62,10 @@ class SiteKind(ABC):
         """Tokens of the windows inside which the module attends; ``None``: it sees the whole map."""
         return None
 
+    def window_at(self, model: nn.Module, path: str) -> int | None:
+        """The same of the module at ``path``, for a kind whose modules do not tell by themselves."""
+        return self.window(model.get_submodule(path))
+
     def grid_source(self, model: nn.Module, path: str) -> tuple[str, GridReader] | None:
         """The module whose forward tells the grid of the site at ``path``, and how; ``None``: the site knows itself."""
         return ("patch_embed", patch_embedding_grid) if hasattr(model, "patch_embed") else None
@@ -82,6 +86,10 @@ class SiteKind(ABC):
     @abstractmethod
     def merge(self, site: Any, heads: Float[Tensor, "batch heads tokens head_dim"], ctx: AttentionContext) -> Any:
         """Everything after the routing (norms, gates, output projection): what the replaced module returned."""
+
+    def answer(self, x: Tensor, output: Any) -> Tensor:
+        """The tokens that losses compare at a site, from the module's input and output: without a residual."""
+        return site_output(output)
 
 
 class LinearAttention(nn.Module):

@@ -110,7 +110,7 @@ def find_sites(model: nn.Module) -> list[Site]:
         name = kind_of(model, module)
         if name is not None:
             kind = SITES.get(name)()
-            found.append(Site(path, name, kind.geometry(module), kind.window(module)))
+            found.append(Site(path, name, kind.geometry(module), kind.window_at(model, path)))
     return found
 
 

@@ -17,18 +17,24 @@ from torch import Tensor, nn
 
 from vit2linear.errors import DistillError
 from vit2linear.losses import Outputs, total_loss
-from vit2linear.site import LinearAttention, site_output, sites_of
+from vit2linear.site import LinearAttention, sites_of
 
 
 def run(model: nn.Module, pixels: Tensor, sites: Mapping[str, LinearAttention]) -> Outputs:
     """One forward of a timm model with the outputs of ``sites`` kept."""
     outputs = Outputs()
     with _captured(sites, outputs):
-        outputs.tokens = model.forward_features(pixels)  # type: ignore[operator]
-    outputs.pooled = model.forward_head(outputs.tokens, pre_logits=True)  # type: ignore[operator]
+        features = model.forward_features(pixels)  # type: ignore[operator]
+    outputs.tokens = branches(features)
+    outputs.pooled = model.forward_head(features, pre_logits=True)  # type: ignore[operator]
     if model.num_classes:
-        outputs.logits = model.forward_head(outputs.tokens)  # type: ignore[operator]
+        outputs.logits = model.forward_head(features)  # type: ignore[operator]
     return outputs
+
+
+def branches(features: Any) -> tuple[Tensor, ...]:
+    """What ``forward_features`` returned, one tensor of tokens for each branch of the model: mostly one."""
+    return tuple(features) if isinstance(features, list | tuple) else (features,)
 
 
 class Task(ABC):
@@ -74,8 +80,9 @@ class SiteTask(Task):
                 # The student's backbone does not run, so its grid comes from the teacher's.
                 site.grid_ref.grid = module.grid_ref.grid
                 with torch.enable_grad():
-                    mine = Outputs(sites={path: site_output(site(*args, **kwargs))})
-                    loss = total_loss(self.losses, mine, Outputs(sites={path: site_output(output)}))
+                    mine = Outputs(sites={path: site.kind.answer(args[0], site(*args, **kwargs))})
+                    target = Outputs(sites={path: module.kind.answer(args[0], output)})
+                    loss = total_loss(self.losses, mine, target)
                     if not torch.isfinite(loss):
                         raise DistillError(
                             f"the loss at site {path!r} is {loss.item()}.", "Lower distill.attention.lr."
@@ -129,8 +136,8 @@ class _StudentLoss(nn.Module):
 @contextmanager
 def _captured(sites: Mapping[str, LinearAttention], outputs: Outputs) -> Iterator[None]:
     def keep(path: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            outputs.sites[path] = site_output(output)
+        def hook(module: LinearAttention, args: Any, output: Any) -> None:
+            outputs.sites[path] = module.kind.answer(args[0], output)
 
         return hook
 
