@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 NAMES = ["tnt_s_patch16_224", "tnt_s_legacy_patch16_224"]
-VARIANTS: list[tuple[str, dict[str, Any]]] = []
 
 
 def small(name: str) -> dict[str, Any]:
@@ -13,4 +12,4 @@ def small(name: str) -> dict[str, Any]:
     return {"img_size": 64, "embed_dim": 48, "inner_dim": 16, "num_heads_outer": 3, "depth": 2}
 
 
-VARIANTS.append(("tnt_s_patch16_224", {**small("tnt_s_patch16_224"), "img_size": (48, 64)}))
+VARIANTS = [(NAMES[0], {**small(NAMES[0]), "img_size": (48, 64)})]
