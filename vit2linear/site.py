@@ -50,6 +50,10 @@ class SiteKind(ABC):
     def matches(self, module: nn.Module) -> bool:
         """Whether ``module`` is of this kind."""
 
+    def at(self, model: nn.Module, path: str) -> SiteKind:
+        """The kind at one site: looks up what the module itself does not know. Called before all but ``matches``."""
+        return self
+
     @abstractmethod
     def geometry(self, module: nn.Module) -> HeadGeometry:
         """The module's sizes."""
@@ -61,10 +65,6 @@ class SiteKind(ABC):
     def window(self, module: nn.Module) -> int | None:
         """Tokens of the windows inside which the module attends; ``None``: it sees the whole map."""
         return None
-
-    def window_at(self, model: nn.Module, path: str) -> int | None:
-        """The same of the module at ``path``, for a kind whose modules do not tell by themselves."""
-        return self.window(model.get_submodule(path))
 
     def grid_source(self, model: nn.Module, path: str) -> tuple[str, GridReader] | None:
         """The module whose forward tells the grid of the site at ``path``, and how; ``None``: the site knows itself."""

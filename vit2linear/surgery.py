@@ -103,14 +103,20 @@ def kind_of(model: nn.Module, module: nn.Module) -> str | None:
     return None
 
 
+def kind_at(model: nn.Module, site: Site) -> SiteKind:
+    """The kind of a site of ``model``, which knows where it is."""
+    kind: SiteKind = SITES.get(site.kind)()
+    return kind.at(model, site.path)
+
+
 def find_sites(model: nn.Module) -> list[Site]:
     """Every softmax attention module that a site kind recognises, in the model's order."""
     found = []
     for path, module in model.named_modules():
         name = kind_of(model, module)
         if name is not None:
-            kind = SITES.get(name)()
-            found.append(Site(path, name, kind.geometry(module), kind.window_at(model, path)))
+            kind = SITES.get(name)().at(model, path)
+            found.append(Site(path, name, kind.geometry(module), kind.window(module)))
     return found
 
 
@@ -154,7 +160,7 @@ def _plan_site(model: nn.Module, site: Site, rule: Rule) -> SitePlan:
     """Check the rule against the site, and make its operator on the meta device: bad options show here."""
     if rule.op == KEEP:
         return SitePlan(site, KEEP)
-    kind: SiteKind = SITES.get(site.kind)()
+    kind = kind_at(model, site)
     module = model.get_submodule(site.path)
     plan = SitePlan(
         site,
@@ -183,7 +189,7 @@ def _cannot_carry(site: Site, op: str, name: str, feature: Feature) -> SurgeryEr
 
 
 def _check_drops(model: nn.Module, sites: Sequence[Site], rules: Sequence[Rule]) -> None:
-    known = {name for s in sites for name in SITES.get(s.kind)().features(model.get_submodule(s.path))}
+    known = {name for s in sites for name in kind_at(model, s).features(model.get_submodule(s.path))}
     for name in {name for rule in rules for name in rule.drop} - known - {ALL}:
         has = f"Its attention has: {', '.join(sorted(known))}." if known else "Its attention has nothing to drop."
         raise RecipeError(f"drop: no site of this {type(model).__name__} has {name!r}.", has)
@@ -219,7 +225,7 @@ def apply(model: nn.Module, operators: dict[str, dict[str, Any]]) -> nn.Module:
         name = kind_of(model, module) if module is not None else None
         if module is None or name is None:
             raise SurgeryError(f"{path!r} is not a softmax attention module of this {type(model).__name__}.")
-        kind: SiteKind = SITES.get(name)()
+        kind: SiteKind = SITES.get(name)().at(model, path)
         prefix, source = kind.num_prefix(model, path), kind.grid_source(model, path)
         ref = GridRef(prefix) if source is None else refs.setdefault((*source, prefix), GridRef(prefix, source[1]))
         reference = next(module.parameters())

@@ -9,8 +9,8 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from vit2linear.context import AttentionContext, HeadGeometry
+from vit2linear.errors import SurgeryError
 from vit2linear.site import SiteKind, key_mask_or_bias
-from vit2linear.sites._causal import refuse_causal
 
 
 class AttentionSite(SiteKind):
@@ -33,7 +33,10 @@ class AttentionSite(SiteKind):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, AttentionContext]:
         """qkv, then qk-norm; timm's order."""
-        refuse_causal(is_causal)
+        if is_causal:
+            raise SurgeryError(
+                "causal attention was asked of a converted site.", "Vision Transformers attend both ways."
+            )
         heads = site.qkv(x).unflatten(-1, (3, site.num_heads, site.head_dim))
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
         key_mask, bias = key_mask_or_bias(attn_mask, x)

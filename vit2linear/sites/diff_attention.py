@@ -9,8 +9,8 @@ from timm.layers import DiffAttention
 from torch import Tensor, nn
 
 from vit2linear.context import AttentionContext, HeadGeometry
-from vit2linear.site import SiteKind, key_mask_or_bias
-from vit2linear.sites._causal import refuse_causal
+from vit2linear.site import SiteKind
+from vit2linear.sites._context import context
 from vit2linear.sites._differential import difference, paired_geometry, paired_heads
 
 
@@ -34,10 +34,9 @@ class DiffAttentionSite(SiteKind):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, AttentionContext]:
         """qkv, the sets and halves as heads, qk-norm."""
-        refuse_causal(is_causal)
+        ctx = context(site, x, attn_mask, is_causal)
         q, k, v = paired_heads(site, *site.qkv(x).chunk(3, dim=-1))
-        key_mask, bias = key_mask_or_bias(attn_mask, x)
-        return q, k, v, AttentionContext(x, site.grid_ref.grid, site.grid_ref.num_prefix, key_mask, bias)
+        return q, k, v, ctx
 
     def merge(
         self, site: Any, heads: Float[Tensor, "batch heads tokens head_dim"], ctx: AttentionContext

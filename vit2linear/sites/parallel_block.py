@@ -13,8 +13,8 @@ from timm.models.vision_transformer import ParallelScalingBlock
 from torch import Tensor, nn
 
 from vit2linear.context import AttentionContext, HeadGeometry
-from vit2linear.site import SiteKind, key_mask_or_bias
-from vit2linear.sites._causal import refuse_causal
+from vit2linear.site import SiteKind
+from vit2linear.sites._context import context
 
 
 class ParallelBlockSite(SiteKind):
@@ -39,13 +39,10 @@ class ParallelBlockSite(SiteKind):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, AttentionContext]:
         """The block's norm and projection; operators see the normalised input, as at any site."""
-        refuse_causal(is_causal)
-        normed = site.in_norm(x)
-        mlp, q, k, v = site.in_proj(normed).split(site.in_split, dim=-1)
-        q, k, v = self.heads(site, q, k, v)
-        key_mask, bias = key_mask_or_bias(attn_mask, x)
-        grid, prefix = site.grid_ref.grid, site.grid_ref.num_prefix
-        return q, k, v, AttentionContext(normed, grid, prefix, key_mask, bias, state=(x, mlp))
+        ctx = context(site, site.in_norm(x), attn_mask, is_causal)
+        mlp, q, k, v = site.in_proj(ctx.x).split(site.in_split, dim=-1)
+        ctx.state = x, mlp
+        return *self.heads(site, q, k, v), ctx
 
     def heads(self, site: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(batch, tokens, channels) as heads, then qk-norm."""

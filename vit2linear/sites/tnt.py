@@ -17,6 +17,14 @@ class TntSite(SiteKind):
     """One projection for q and k, one for v. A patch is the window of the inner attention."""
 
     models = ("TNT",)
+    pixels: int | None = None
+    """Of a patch, at the inner sites."""
+
+    def at(self, model: nn.Module, path: str) -> TntSite:
+        """Inner or outer, by the names that TNT's block gives them."""
+        assert isinstance(model, TNT)
+        self.pixels = math.prod(model.pixel_embed.new_patch_size) if path.endswith("attn_in") else None
+        return self
 
     def matches(self, module: nn.Module) -> bool:
         """Exactly timm's class."""
@@ -27,18 +35,17 @@ class TntSite(SiteKind):
         assert isinstance(module, Attention)
         return HeadGeometry(module.qk.in_features, module.num_heads, module.head_dim, module.scale)
 
-    def window_at(self, model: nn.Module, path: str) -> int | None:
+    def window(self, module: nn.Module) -> int | None:
         """Pixels of a patch, at the inner sites."""
-        assert isinstance(model, TNT)
-        return math.prod(model.pixel_embed.new_patch_size) if is_inner(path) else None
+        return self.pixels
 
     def grid_source(self, model: nn.Module, path: str) -> tuple[str, GridReader]:
         """The pixel embedding tells both grids: that of the pixels in a patch and that of the patches."""
-        return "pixel_embed", pixel_grid if is_inner(path) else patch_embedding_grid
+        return "pixel_embed", pixel_grid if self.pixels else patch_embedding_grid
 
     def num_prefix(self, model: nn.Module, path: str) -> int:
         """The class token is among the patches only."""
-        return 0 if is_inner(path) else super().num_prefix(model, path)
+        return 0 if self.pixels else super().num_prefix(model, path)
 
     def project(
         self, site: Any, x: Float[Tensor, "batch tokens channels"]
@@ -54,11 +61,6 @@ class TntSite(SiteKind):
         """Output projection."""
         out: Tensor = site.proj_drop(site.proj(heads.transpose(1, 2).flatten(2)))
         return out
-
-
-def is_inner(path: str) -> bool:
-    """Whether the site attends among pixels, by the name that TNT's block gives it."""
-    return path.endswith("attn_in")
 
 
 def pixel_grid(module: nn.Module, args: tuple[Any, ...], output: Any) -> tuple[int, int]:
