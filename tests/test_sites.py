@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from tests import families
+from tests.coverage import tensors
 from vit2linear import linearize
 from vit2linear.audit import audit
 from vit2linear.distill.tasks import ModelTask, SiteTask
@@ -34,13 +35,6 @@ def pixels(model: nn.Module, batch: int = 2) -> Tensor:
 
 def relu_plan(model: nn.Module) -> Plan:
     return make_plan(model, [Rule(drop=("all",))])
-
-
-def tensors(output: Any) -> list[Tensor]:
-    """The output of any model as tensors."""
-    if isinstance(output, dict):
-        output = [v for v in output.values() if isinstance(v, Tensor) and v.is_floating_point()]
-    return [output] if isinstance(output, Tensor) else [t for part in output for t in tensors(part)]
 
 
 def test_every_site_kind_has_models() -> None:

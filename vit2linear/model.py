@@ -7,12 +7,13 @@ channels, strict loading, features_only, export), with the operators in place be
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import timm
@@ -22,7 +23,9 @@ from timm.models import build_model_with_cfg
 from torch import nn
 
 from vit2linear.errors import UnsupportedModelError, WeightsError
+from vit2linear.probe import example_pixels
 from vit2linear.resolve import layout_of
+from vit2linear.sizes import Size, show_size
 from vit2linear.sources.base import ModelRef, ModelSpec
 from vit2linear.surgery import apply
 
@@ -72,6 +75,54 @@ def skeleton(spec: ModelSpec) -> nn.Module:
     """The model on the meta device: shapes and names, no memory."""
     with torch.device("meta"):
         return _create(spec, pretrained=False)
+
+
+def input_size(module: nn.Module) -> tuple[int, int, int]:
+    """Channels, height and width in pixels that a timm model was made for."""
+    channels, height, width = example_pixels(module).shape[1:]
+    return channels, height, width
+
+
+@cache
+def takes_size(architecture: str) -> bool:
+    """Whether a timm architecture is built for an image size; the others take any image as they are."""
+    with torch.device("meta"):
+        model = timm.create_model(architecture)
+    return "img_size" in inspect.signature(type(model).__init__).parameters
+
+
+def at_size(spec: ModelSpec, size: Size) -> ModelSpec:
+    """The same model for inputs of height and width ``size`` in pixels; its notes name every weight that is resized.
+
+    timm resizes position embeddings and relative tables while it loads them. Models that are built for no size take
+    any image as they are.
+
+    Raises:
+        SourceError: the architecture cannot be built at that size.
+    """
+    before = skeleton(spec)
+    sized = {"img_size": list(size)} if takes_size(spec.architecture) else {}
+    spec = replace(
+        spec,
+        model_args={**spec.model_args, **sized},
+        pretrained_cfg={**spec.pretrained_cfg, "input_size": [getattr(before, "in_chans", 3), *size]},
+    )
+    try:
+        after = skeleton(spec)
+    except (AssertionError, ValueError, RuntimeError) as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UnsupportedModelError(
+            f"{spec.architecture} cannot be built for {show_size(size)} pixels: {said}",
+            "Choose a size that its patches and windows divide.",
+        ) from error
+    shapes = {key: tuple(value.shape) for key, value in before.state_dict().items()}
+    resized = [
+        f"{key} {'x'.join(map(str, shapes[key]))} -> {'x'.join(map(str, value.shape))}"
+        for key, value in after.state_dict().items()
+        if key in shapes and shapes[key] != tuple(value.shape)
+    ]
+    what = f"resized for it: {_some(resized)}" if resized else "nothing had to be resized"
+    return replace(spec, notes=(*spec.notes, f"input of {show_size(size)} pixels; {what}"))
 
 
 def load(ref: ModelRef, spec: ModelSpec) -> LoadedModel:
@@ -135,3 +186,7 @@ def _condense(message: str) -> str:
     """Torch's multi-line report of a failed load as one line of bounded length."""
     lines = [line.strip().rstrip(".") for line in message.splitlines()[1:] if line.strip()] or [message]
     return "; ".join(line if len(line) < 200 else line[:200] + "..." for line in lines[:4])
+
+
+def _some(names: Sequence[str]) -> str:
+    return "; ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")

@@ -76,9 +76,8 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
         artifact.check_output(Path(recipe.output.dir), overwrite)
     ref = resolve(recipe.source.model, recipe.source.revision)
     spec = layout_of(ref).spec(ref)
-    if recipe.source.img_size is not None:
-        size = [recipe.source.img_size] * 2
-        spec = dataclasses.replace(spec, model_args={**spec.model_args, "img_size": size})
+    if recipe.source.size is not None:
+        spec = model.at_size(spec, recipe.source.size)
     skeleton = model.skeleton(spec)
     plan = make_plan(skeleton, recipe.convert)
     probed = probe(skeleton, plan)
@@ -99,7 +98,8 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
     width = plan.sites[0].site.geometry.width
     recipe = dataclasses.replace(recipe, distill=recipe.distill.at_width(width))
     artifact.check_output(Path(str(recipe.output.dir)), overwrite)
-    data_config = resolve_model_data_config(skeleton, args={"img_size": recipe.source.img_size})
+    data_config = resolve_model_data_config(skeleton)
+    data_config["input_size"] = model.input_size(skeleton)
     parameters = sum(p.numel() for p in skeleton.parameters())
     return Prepared(recipe, ref, spec, plan, probed, parameters, int(skeleton.num_classes), data_config, tuple(notes))  # type: ignore[arg-type]
 

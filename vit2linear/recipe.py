@@ -36,8 +36,14 @@ class SourceOptions:
     """``demo``, a folder, a Hub id, a timm name, ``hf-hub:ID`` or ``local-dir:PATH``."""
     revision: str | None = None
     """Branch, tag or commit of a Hub id; the commit it resolves to is recorded."""
-    img_size: int | None = None
-    """Side of the square input in pixels; default: what the source's own preprocessing says."""
+    img_size: int | tuple[int, ...] | None = None
+    """Side of the square input in pixels, or height and width; default: what the source's own preprocessing says."""
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Height and width in pixels, where the user wants others than the source's own."""
+        sides = (self.img_size, self.img_size) if isinstance(self.img_size, int) else self.img_size
+        return None if sides is None else (sides[0], sides[1])
 
 
 @dataclass(frozen=True)
@@ -170,8 +176,11 @@ class Recipe:
         d, problems = self.distill, []
         if not self.source.model:
             problems.append("source.model: name a model, such as 'demo' or 'google/vit-base-patch16-224'")
+        sides = self.source.img_size
+        if isinstance(sides, tuple) and len(sides) != 2:
+            problems.append(f"source.img_size: {list(sides)} is not a side, or height and width")
         ranges = [
-            ("source.img_size", self.source.img_size, 1, None),
+            ("source.img_size", min(sides, default=0) if isinstance(sides, tuple) else sides, 1, None),
             ("distill.steps", d.steps, 0, None),
             ("distill.batch_size", d.batch_size, 1, None),
             ("distill.warmup", d.warmup, 0, 1),

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from vit2linear.errors import DistillError
@@ -25,16 +26,23 @@ def run(model: nn.Module, pixels: Tensor, sites: Mapping[str, LinearAttention]) 
     outputs = Outputs()
     with _captured(sites, outputs):
         features = model.forward_features(pixels)  # type: ignore[operator]
-    outputs.tokens = branches(features)
+    outputs.tokens = tuple(_as_tokens(t, getattr(model, "output_fmt", "NCHW")) for t in _branches(features))
     outputs.pooled = model.forward_head(features, pre_logits=True)  # type: ignore[operator]
     if model.num_classes:
         outputs.logits = model.forward_head(features)  # type: ignore[operator]
     return outputs
 
 
-def branches(features: Any) -> tuple[Tensor, ...]:
+def _branches(features: Any) -> tuple[Tensor, ...]:
     """What ``forward_features`` returned, one tensor of tokens for each branch of the model: mostly one."""
     return tuple(features) if isinstance(features, list | tuple) else (features,)
+
+
+def _as_tokens(features: Tensor, layout: str) -> Float[Tensor, "batch tokens channels"]:
+    """Features as tokens, where timm leaves them as a map in the layout that the model names."""
+    if features.ndim == 3:
+        return features
+    return features.flatten(1, 2) if layout == "NHWC" else features.flatten(2).transpose(1, 2)
 
 
 class Task(ABC):
