@@ -15,7 +15,7 @@ LAYERS = [
     {"errors"},
     {"strict", "sizes", "registry", "reporting", "hub", "entry"},
     {"recipe"},
-    {"context"},
+    {"context", "heads"},
     {"modifiers"},
     {"operator"},
     {"site"},

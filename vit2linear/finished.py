@@ -94,10 +94,10 @@ def bench_job(ref: str, batch_size: int) -> Job:
 def _source_again(record: dict[str, Any], place: str | None) -> ModelRef:
     """The teacher of an artifact: the recorded repository at its commit, or a folder with the same weights."""
     if "repo" in record and place is None:
-        found = resolve(f"hf-hub:{record['repo']}", record["commit"])
+        found = resolve(f"hf-hub:{record['repo']}", record["commit"], record.get("arch"))
         named_by_timm = record["name"] != record["repo"] and "/" not in record["name"]
         return dataclasses.replace(found, name=record["name"], registry_name=record["name"] if named_by_timm else None)
-    found = resolve(place or record["name"])
+    found = resolve(place or record["name"], arch=record.get("arch"))
     if "weights_sha256" in record and found.record().get("weights_sha256") != record["weights_sha256"]:
         raise ArtifactError(
             f"the weights in {found.name!r} are not those that were converted.", "Point to the original with --teacher."

@@ -46,11 +46,13 @@ class Inspection:
     notes: list[str]
 
 
-def inspect(source: str, op: str = "relu", *, revision: str | None = None, size: Size | None = None) -> Inspection:
+def inspect(
+    source: str, op: str = "relu", *, revision: str | None = None, arch: str | None = None, size: Size | None = None
+) -> Inspection:
     """Look at a source; only its configuration is read, from the Hub as well.
 
     Args:
-        source, revision: as in a recipe.
+        source, revision, arch: as in a recipe.
         op: the operator that would replace the softmax at every site.
         size: height and width of the input in pixels; default: the source's own.
 
@@ -58,7 +60,7 @@ def inspect(source: str, op: str = "relu", *, revision: str | None = None, size:
         SourceError: the source is not there, or not supported.
         SurgeryError: it has no softmax attention, with the reason.
     """
-    ref = resolve(source, revision)
+    ref = resolve(source, revision, arch)
     layout = layout_of(ref)
     spec = layout.spec(ref)
     if size is not None:

@@ -13,19 +13,21 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import timm
 import torch
-from timm.layers import LayerNorm
+from timm.layers import RmsNorm
 from timm.models import build_model_with_cfg
 from torch import nn
 
 from vit2linear.errors import UnsupportedModelError, WeightsError
+from vit2linear.heads import with_head
 from vit2linear.probe import example_pixels
 from vit2linear.resolve import layout_of
 from vit2linear.sizes import Size, show_size
+from vit2linear.sources._weights import in_float32
 from vit2linear.sources.base import ModelRef, ModelSpec
 from vit2linear.surgery import apply
 
@@ -47,6 +49,7 @@ def build(
     base: str = "",
     operators: dict[str, dict[str, Any]] | None = None,
     norm_eps: float | None = None,
+    head: str | None = None,
     **kwargs: Any,
 ) -> nn.Module:
     """What the timm entry point does: the architecture ``base`` with operators at sites.
@@ -54,17 +57,16 @@ def build(
     Args:
         base: name of a timm architecture.
         operators: site path to ``{"op": name, "options": {...}}``.
-        norm_eps: epsilon of the layer norms, where it is not the base's own.
+        norm_eps: epsilon of the norms, where it is not the base's own.
+        head: one of ``vit2linear.heads``, where it is not the base's own.
         kwargs: everything else goes to the base's entry point.
     """
     if not base or not timm.is_model(base):
         raise UnsupportedModelError(
             f"'base' is {base!r}, which timm {timm.__version__} does not know.", "Upgrade timm."
         )
-    if norm_eps is not None:
-        kwargs["norm_layer"] = partial(LayerNorm, eps=norm_eps)
     overlay = {**(kwargs.pop("pretrained_cfg_overlay", None) or {}), "architecture": "vit2linear"}
-    with _building_with(operators or {}):
+    with _building_with(operators or {}, norm_eps, head):
         model: nn.Module = timm.models.model_entrypoint(base)(
             pretrained=pretrained, pretrained_cfg_overlay=overlay, **kwargs
         )
@@ -131,14 +133,14 @@ def load(ref: ModelRef, spec: ModelSpec) -> LoadedModel:
     Raises:
         WeightsError: keys or shapes do not fit, one line that names them.
     """
-    weights = layout_of(ref).state_dict(ref)
+    weights, dtype = in_float32(ref.name, layout_of(ref).state_dict(ref))
     try:
         model = _create(spec, pretrained=True, state_dict=weights)
     except RuntimeError as error:
         if "state_dict" not in str(error) and "inconsistent" not in str(error):
             raise
         raise WeightsError(f"the weights of {ref.name!r} do not fit its config: {_condense(str(error))}.") from error
-    return LoadedModel(ref, spec, model.eval())
+    return LoadedModel(ref, replace(spec, dtype=dtype), model.eval())
 
 
 def _create(spec: ModelSpec, pretrained: bool, **overlay: Any) -> nn.Module:
@@ -157,15 +159,22 @@ def _create(spec: ModelSpec, pretrained: bool, **overlay: Any) -> nn.Module:
 
 
 @contextmanager
-def _building_with(operators: dict[str, dict[str, Any]]) -> Iterator[None]:
-    """While open, every timm model is built with ``operators``, after its constructor and before its weights.
+def _building_with(operators: dict[str, dict[str, Any]], norm_eps: float | None, head: str | None) -> Iterator[None]:
+    """While open, every timm model is built as ``build`` says, after its constructor and before its weights.
 
     timm's entry points choose class, checkpoint filter and feature config themselves and hand them to
-    ``build_model_with_cfg``; that call is where the operators go in, so that everything the base knows keeps working.
+    ``build_model_with_cfg``; that call is where the changes go in, so that everything the base knows keeps working.
     """
 
     def build_converted(model_cls: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Any:
-        return build_model_with_cfg(lambda **kw: apply(model_cls(**kw), operators), *args, **kwargs)
+        def make(**kw: Any) -> nn.Module:
+            model: nn.Module = with_head(model_cls, head)(**kw)
+            for norm in model.modules():
+                if norm_eps is not None and isinstance(norm, nn.LayerNorm | RmsNorm):
+                    norm.eps = norm_eps
+            return apply(model, operators)
+
+        return build_model_with_cfg(make, *args, **kwargs)
 
     with _patching:
         modules = [

@@ -74,7 +74,7 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
         check_losses(stage.losses)
     if recipe.output.dir is not None:
         artifact.check_output(Path(recipe.output.dir), overwrite)
-    ref = resolve(recipe.source.model, recipe.source.revision)
+    ref = resolve(recipe.source.model, recipe.source.revision, recipe.source.arch)
     spec = layout_of(ref).spec(ref)
     if recipe.source.size is not None:
         spec = model.at_size(spec, recipe.source.size)
@@ -156,7 +156,12 @@ def convert(
         "format": 1,
         "vit2linear": vit2linear.__version__,
         "versions": {p: version(p) for p in ("torch", "timm", "accelerate")} | {"python": platform.python_version()},
-        "source": {**prepared.ref.record(), "architecture": prepared.spec.architecture, **licence},
+        "source": {
+            **prepared.ref.record(),
+            "architecture": prepared.spec.architecture,
+            "dtype": loaded.spec.dtype,
+            **licence,
+        },
         "data": {"path": recipe.data.path, "held_out": judge.sets.held_out, "ignore_labels": ignore_labels},
         "plan": plan_to_json(plan, prepared.probe),
         "audit": dataclasses.asdict(audited),
@@ -234,4 +239,5 @@ def _default_output(ref: ModelRef, plan: Plan) -> str:
     if not operators:
         raise RecipeError("the rules keep every site, so there is nothing to convert.")
     short = [op.split(":")[-1].lower() for op in operators]
-    return "-".join([Path(name.removeprefix("local-dir:")).resolve().name, *short])
+    path = Path(name.removeprefix("local-dir:")).resolve()
+    return "-".join([path.stem if ref.weights_name is not None else path.name, *short])

@@ -33,9 +33,11 @@ class SourceOptions:
     """``[source]``: the pretrained model."""
 
     model: str = ""
-    """``demo``, a folder, a Hub id, a timm name, ``hf-hub:ID`` or ``local-dir:PATH``."""
+    """``demo``, a folder, a file of weights, a Hub id, a timm name, ``hf-hub:ID`` or ``local-dir:PATH``."""
     revision: str | None = None
     """Branch, tag or commit of a Hub id; the commit it resolves to is recorded."""
+    arch: str | None = None
+    """timm's name of the architecture, with or without a tag, where no config describes the weights."""
     img_size: int | tuple[int, ...] | None = None
     """Side of the square input in pixels, or height and width; default: what the source's own preprocessing says."""
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 def convert(
     source: Annotated[
         str | None,
-        typer.Argument(help="demo, a Hub id, a folder, a timm name, hf-hub:ID or local-dir:PATH.", show_default=False),
+        typer.Argument(
+            help="demo, a Hub id, a folder or file, a timm name, hf-hub:ID or local-dir:PATH.", show_default=False
+        ),
     ] = None,
     op: Annotated[str | None, typer.Option(help="Operator for every site, such as relu or elu.")] = None,
     sites: Annotated[
@@ -45,6 +47,7 @@ def convert(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; read no weights, write nothing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in the output folder.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,
+    arch: o.Arch = None,
     img_size: o.ImgSize = None,
     batch_size: o.BatchSize = None,
     workers: o.Workers = None,
@@ -79,6 +82,7 @@ def convert(
             request,
             source__model=source,
             source__revision=revision,
+            source__arch=arch,
             source__img_size=parse_size(img_size) if img_size is not None else None,
             convert=rules,
             distill__steps=distill_steps,

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    source: Annotated[str, typer.Argument(help="demo, a Hub id, a folder, a timm name, hf-hub:ID or local-dir:PATH.")],
+    source: Annotated[
+        str, typer.Argument(help="demo, a Hub id, a folder or file, a timm name, hf-hub:ID or local-dir:PATH.")
+    ],
     op: Annotated[str, typer.Option(help="Operator that would replace the softmax.")] = "relu",
+    arch: o.Arch = None,
     img_size: o.ImgSize = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,
     json: o.Json = False,
@@ -33,7 +36,7 @@ def inspect(
         from vit2linear import inspection
         from vit2linear.cli._output import err, out, print_json
 
-        found = inspection.inspect(source, op, revision=revision, size=size)
+        found = inspection.inspect(source, op, revision=revision, arch=arch, size=size)
         if json:
             print_json(dataclasses.asdict(found))
             return
