@@ -94,7 +94,7 @@ def test_two_steps_of_each_stage(name: str, args: dict[str, Any]) -> None:
         student = apply_plan(model, plan).train()
         task = task_type(teacher, student, losses)
         task.prepare(accelerator)
-        optimizer = torch.optim.Adam(student.parameters(), lr=1e-4)
+        optimizer = torch.optim.Adam(student.parameters(), lr=1e-5)
         found = []
         for _ in range(3):
             optimizer.zero_grad()

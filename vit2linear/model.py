@@ -107,14 +107,18 @@ def _create(spec: ModelSpec, pretrained: bool, **overlay: Any) -> nn.Module:
 
 @contextmanager
 def _building_with(operators: dict[str, dict[str, Any]]) -> Iterator[None]:
-    """While open, every timm model is built with ``operators``, after its constructor and before its weights.
+    """While open, timm models are built with ``operators``, after their constructor and before their weights.
 
     timm's entry points choose class, checkpoint filter and feature config themselves and hand them to
     ``build_model_with_cfg``; that call is where the operators go in, so that everything the base knows keeps working.
     """
 
-    def build_converted(model_cls: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Any:
-        return build_model_with_cfg(lambda **kw: apply(model_cls(**kw), operators), *args, **kwargs)
+    def build_converted(model_cls: Callable[..., nn.Module], variant: str, pretrained: bool, **kwargs: Any) -> Any:
+        if kwargs.keys().isdisjoint(("pretrained_cfg", "pretrained_cfg_overlay")):
+            # A backbone that the entry point makes for the model, the ResNet of a hybrid: no site lies in it, and its
+            # weights come with the model's.
+            return build_model_with_cfg(model_cls, variant, False, **kwargs)
+        return build_model_with_cfg(lambda **kw: apply(model_cls(**kw), operators), variant, pretrained, **kwargs)
 
     with _patching:
         modules = [

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from vit2linear.errors import DistillError
@@ -24,11 +25,36 @@ def run(model: nn.Module, pixels: Tensor, sites: Mapping[str, LinearAttention]) 
     """One forward of a timm model with the outputs of ``sites`` kept."""
     outputs = Outputs()
     with _captured(sites, outputs):
-        outputs.tokens = model.forward_features(pixels)  # type: ignore[operator]
-    outputs.pooled = model.forward_head(outputs.tokens, pre_logits=True)  # type: ignore[operator]
+        features = last_features(model, pixels)
+    outputs.tokens = _tokens(features)
+    outputs.pooled = pooled_feature(model, features)
     if model.num_classes:
-        outputs.logits = model.forward_head(outputs.tokens)  # type: ignore[operator]
+        outputs.logits = model.forward_head(features)  # type: ignore[operator]
     return outputs
+
+
+def has_head(model: nn.Module) -> bool:
+    """Whether ``forward_head`` works: timm's encoders for language models have neither it nor ``get_classifier``."""
+    return hasattr(model, "get_classifier")
+
+
+def last_features(model: nn.Module, pixels: Tensor) -> Tensor:
+    """What the head reads; of an encoder without one, all that it gives out."""
+    features: Tensor = model.forward_features(pixels) if has_head(model) else model(pixels)  # type: ignore[operator]
+    return features
+
+
+def pooled_feature(model: nn.Module, features: Tensor) -> Tensor:
+    """What the last layer of the head reads; the mean token of an encoder."""
+    if not has_head(model):
+        return _tokens(features).mean(1)
+    feature: Tensor = model.forward_head(features, pre_logits=True)  # type: ignore[operator]
+    return feature
+
+
+def _tokens(features: Float[Tensor, "batch *tokens channels"]) -> Float[Tensor, "batch tokens channels"]:
+    """Features in one row, whether they lie on a map or are pooled already."""
+    return features.reshape(len(features), -1, features.shape[-1])
 
 
 class Task(ABC):
