@@ -105,9 +105,10 @@ def test_masks_that_a_caller_makes() -> None:
             torch.testing.assert_close(student({**x, "attn_mask": mask}), wanted)
         # Two images packed into one sequence see themselves only: no key mask says that.
         packed = torch.block_diag(torch.ones(24, 24), torch.ones(25, 25)).bool()[None, None]
+        others = ~torch.eye(49, dtype=torch.bool)[None, None]
         soft = torch.zeros(1, 1, 1, 49)
         soft[..., 9:] = -1.5
-        for mask in (packed, torch.where(packed, 0.0, torch.finfo(torch.float32).min), soft):
+        for mask in (packed, torch.where(packed, 0.0, torch.finfo(torch.float32).min), others, soft):
             x["attn_mask"] = mask.expand(3, -1, -1, -1)
             torch.testing.assert_close(same(x), model(x), atol=1e-5, rtol=1e-5)
             with pytest.raises(SurgeryError, match="which cannot carry it"):

@@ -94,7 +94,7 @@ def test_two_steps_of_each_stage(name: str, args: dict[str, Any]) -> None:
         student = apply_plan(model, plan).train()
         task = task_type(teacher, student, losses)
         task.prepare(accelerator)
-        optimizer = torch.optim.Adam(student.parameters(), lr=1e-5)
+        optimizer = torch.optim.Adam(student.parameters(), lr=1e-4)
         found = []
         for _ in range(3):
             optimizer.zero_grad()
@@ -114,6 +114,15 @@ def test_losses_are_refused_until_they_are_accepted(name: str, args: dict[str, A
             linearize(model, "relu", drop=set(plan.losses) - {feature})
         assert feature in str(refusal.value)
     assert make_plan(model, [Rule(drop=tuple(plan.losses))]).operators == plan.operators
+
+
+@pytest.mark.parametrize(("name", "args"), CASES)
+def test_plans_are_probed_without_weights(name: str, args: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        skeleton = timm.create_model(name, **args)
+    plan = relu_plan(skeleton)
+    probed = probe(skeleton, plan)
+    assert set(probed.sites) == {s.site.path for s in plan.replaced} and probed.flops > 0
 
 
 @pytest.mark.parametrize("op", [n for n in OPERATORS.names() if n != "softmax"])

@@ -17,7 +17,10 @@ NAMES = [
 ]
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("vit_small_patch16_dinov3", {"img_size": (64, 96), "qk_norm": True, **SMALL}),
-    ("vit_small_patch16_rope_ape_224", {"img_size": (64, 96), "rope_type": "mrope", "rope_grid_indexing": "ij", "scale_attn_inner": True, **SMALL}),
+    (
+        "vit_small_patch16_rope_ape_224",
+        {"img_size": (64, 96), "rope_type": "mrope", "rope_grid_indexing": "ij", "scale_attn_inner": True, **SMALL},
+    ),
 ]
 
 

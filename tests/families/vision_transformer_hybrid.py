@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-NAMES = ["vit_tiny_r_s16_p8_224", "vit_small_r26_s32_224", "vit_small_resnet26d_224", "vit_base_mci_224"]
+NAMES = ["vit_tiny_r_s16_p8_224", "vit_small_resnet26d_224", "vit_base_mci_224"]
 
 
 def small(name: str) -> dict[str, Any]:

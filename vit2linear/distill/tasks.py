@@ -26,7 +26,7 @@ def run(model: nn.Module, pixels: Tensor, sites: Mapping[str, LinearAttention]) 
     outputs = Outputs()
     with _captured(sites, outputs):
         features = last_features(model, pixels)
-    outputs.tokens = _tokens(features)
+    outputs.tokens = _as_tokens(features, getattr(model, "output_fmt", "NCHW"))
     outputs.pooled = pooled_feature(model, features)
     if model.num_classes:
         outputs.logits = model.forward_head(features)  # type: ignore[operator]
@@ -39,22 +39,26 @@ def has_head(model: nn.Module) -> bool:
 
 
 def last_features(model: nn.Module, pixels: Tensor) -> Tensor:
-    """What the head reads; of an encoder without one, all that it gives out."""
+    """What the head reads; of an encoder without one, what it gives out."""
     features: Tensor = model.forward_features(pixels) if has_head(model) else model(pixels)  # type: ignore[operator]
     return features
 
 
 def pooled_feature(model: nn.Module, features: Tensor) -> Tensor:
-    """What the last layer of the head reads; the mean token of an encoder."""
+    """What the last layer of the head reads; of an encoder without one, the mean token."""
     if not has_head(model):
-        return _tokens(features).mean(1)
+        return _as_tokens(features, getattr(model, "output_fmt", "NCHW")).mean(1)
     feature: Tensor = model.forward_head(features, pre_logits=True)  # type: ignore[operator]
     return feature
 
 
-def _tokens(features: Float[Tensor, "batch *tokens channels"]) -> Float[Tensor, "batch tokens channels"]:
-    """Features in one row, whether they lie on a map or are pooled already."""
-    return features.reshape(len(features), -1, features.shape[-1])
+def _as_tokens(features: Tensor, layout: str) -> Float[Tensor, "batch tokens channels"]:
+    """Features as tokens, where timm leaves them as a map in the layout that the model names."""
+    if features.ndim == 2:
+        return features[:, None]
+    if features.ndim == 3:
+        return features
+    return features.flatten(1, 2) if layout == "NHWC" else features.flatten(2).transpose(1, 2)
 
 
 class Task(ABC):

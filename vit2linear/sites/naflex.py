@@ -78,6 +78,6 @@ def _key_mask(mask: Tensor | None) -> Tensor | None:
     seen = mask if mask.dtype == torch.bool else mask == 0
     valid = seen if mask.shape[2] == 1 else seen.diagonal(dim1=2, dim2=3)[:, :, None]
     binary = mask.dtype == torch.bool or bool((seen | (mask <= torch.finfo(mask.dtype).min)).all())
-    # Another mask over pairs, of several images packed into one sequence for example, is none over keys.
-    same = mask.shape[2] == 1 or bool(((seen == valid) | ~valid.transpose(2, 3)).all())
-    return valid if binary and same else mask
+    # Any other mask over pairs, such as that of several images packed into one sequence, is none over keys.
+    forms = (valid, valid & valid.transpose(2, 3))
+    return valid if binary and any(torch.equal(seen, form.expand_as(seen)) for form in forms) else mask
