@@ -14,6 +14,7 @@ import yaml
 from safetensors import safe_open
 
 import vit2linear
+from tests.conftest import Run
 from vit2linear import Recipe, convert, evaluate, load
 from vit2linear.artifact import FILES, Artifact, check_output, newest, open_artifact
 from vit2linear.errors import ArtifactError
@@ -237,6 +238,15 @@ def test_newest(checkpoint: Path, class_folders: Path, tmp_path: Path) -> None:
     assert newest(tmp_path) == tmp_path / "runs/new"
     with pytest.raises(ArtifactError, match="is not an artifact"):
         open_artifact(str(tmp_path))
+
+
+def test_evaluation_at_another_size(checkpoint: Path, class_folders: Path, tmp_path: Path, cli: Run) -> None:
+    made = convert(recipe(checkpoint, class_folders, tmp_path / "a"))
+    small, wide = evaluate(made, workers=0), evaluate(made, workers=0, size=(48, 64))
+    assert wide.images == small.images and wide.feature_cosine != small.feature_cosine
+    done = cli("eval", tmp_path / "a", "--img-size", "48x64", "-j", 0, "--json")
+    assert json.loads(done.stdout)["feature_cosine"] == pytest.approx(wide.feature_cosine, abs=1e-5)
+    assert "input of 48x64 pixels; resized for it: pos_embed 1x17x48 -> 1x49x48" in done.stderr
 
 
 def test_another_image_size(checkpoint: Path, class_folders: Path, tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ import torch
 from PIL import Image
 
 from tests.conftest import Run
-from vit2linear.bench import BOUND, Job, Measurement, crossover, flops, measure, parse_sizes, without_routing
+from vit2linear.bench import BOUND, Job, Measurement, crossover, flops, measure, without_routing
 from vit2linear.errors import RecipeError
 from vit2linear.recipe import Rule
+from vit2linear.sizes import parse_sizes, show_size
 
 TINY = {"embed_dim": 48, "num_heads": 3, "depth": 2}
 
@@ -19,7 +20,9 @@ TINY = {"embed_dim": 48, "num_heads": 3, "depth": 2}
 def test_flops_grow_as_they_should() -> None:
     """Per token the bound is constant, relu nearly so, and softmax's products quadruple for twice the side, twice."""
     job = Job("vit_tiny_patch16_224", {"relu": (Rule(),)}, TINY)
-    small, large = ({name: flops(job, name, size) for name in ("softmax", "relu", BOUND)} for size in (256, 512))
+    small, large = (
+        {name: flops(job, name, size) for name in ("softmax", "relu", BOUND)} for size in ((256, 256), (512, 512))
+    )
     tokens = 257, 1025
     assert large[BOUND] / small[BOUND] == pytest.approx(tokens[1] / tokens[0], rel=0.01)
     core = [found["softmax"] - found[BOUND] for found in (small, large)]
@@ -40,7 +43,7 @@ def test_the_bound_is_the_model_without_attention() -> None:
 
 def test_measurements_and_crossover() -> None:
     job = Job("vit_tiny_patch16_224", {"relu": (Rule(),)}, TINY)
-    found = measure(job, 64, torch.device("cpu"), rounds=2)
+    found = measure(job, (64, 64), torch.device("cpu"), rounds=2)
     assert [m.name for m in found] == ["softmax", "relu", BOUND]
     assert all(
         m.images_per_second > 0 and m.tokens == 17 and m.peak_mib is not None and m.peak_mib > 0.1 for m in found
@@ -48,23 +51,28 @@ def test_measurements_and_crossover() -> None:
     assert found[0].against_softmax == 1 and found[2].against_bound == 1
 
     def rows(*speeds: tuple[int, float]) -> list[Measurement]:
-        return [Measurement(size, 0, "relu", 1.0, speed, 1.0, 1.0, None) for size, speed in speeds]
+        return [Measurement(size, size, 0, "relu", 1.0, speed, 1.0, 1.0, None) for size, speed in speeds]
 
-    assert crossover(rows((224, 0.9), (512, 1.2), (1024, 2.0)), "relu") == 512
-    assert crossover(rows((224, 1.1), (512, 0.9), (1024, 2.0)), "relu") == 1024
+    assert crossover(rows((224, 0.9), (512, 1.2), (1024, 2.0)), "relu") == (512, 512)
+    assert crossover(rows((224, 1.1), (512, 0.9), (1024, 2.0)), "relu") == (1024, 1024)
     assert crossover(rows((224, 1.1), (512, 0.9)), "relu") is None
 
 
-@pytest.mark.parametrize("text", ["", "224,", "big", "0", "-5,3"])
+def test_sizes() -> None:
+    assert parse_sizes("224, 512x768") == [(224, 224), (512, 768)]
+    assert [show_size(size) for size in parse_sizes("224,512x768")] == ["224", "512x768"]
+
+
+@pytest.mark.parametrize("text", ["", "224,", "big", "0", "-5,3", "512x", "1x2x3"])
 def test_sizes_that_are_none(text: str) -> None:
-    with pytest.raises(RecipeError, match="is no list of sizes"):
+    with pytest.raises(RecipeError, match="is no size in pixels"):
         parse_sizes(text)
 
 
 def test_command_and_picture(cli: Run) -> None:
-    args = ["--base", "test_vit", "--op", "relu,elu", "--img-size", "64,96", "--rounds", 1, "--no-memory"]
+    args = ["--base", "test_vit", "--op", "relu,elu", "--img-size", "64,64x96", "--rounds", 1, "--no-memory"]
     done = json.loads(cli("bench", *args, "--plot", "bench.png", "--json").stdout)
-    assert {(m["name"], m["size"]) for m in done["measurements"]} == {
+    assert {(m["name"], m["width"]) for m in done["measurements"]} == {
         (name, size) for name in ("softmax", "relu", "elu", "bound") for size in (64, 96)
     }
     assert set(done["wins_from"]) == {"relu", "elu"}

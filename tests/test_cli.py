@@ -33,6 +33,7 @@ def test_plan_opens_no_weight_file(checkpoint: Path, cli: Run, tmp_path: Path) -
         "path": "blocks.0.attn",
         "kind": "attention",
         "geometry": {"width": 48, "num_heads": 3, "head_dim": 16, "scale": 0.25},
+        "window": None,
     }
     shown = cli("convert", folder, "--op", "elu", "--dry-run")
     assert "blocks.3.attn" in shown.stdout and "elu" in shown.stdout and "about 7 GB" in shown.stderr

@@ -13,9 +13,9 @@ PACKAGE = Path(vit2linear.__file__).parent
 # Later layers may import earlier ones, and their own; ops, sites and sources never import each other.
 LAYERS = [
     {"errors"},
-    {"strict", "registry", "reporting", "hub", "entry"},
+    {"strict", "sizes", "registry", "reporting", "hub", "entry"},
     {"recipe"},
-    {"context"},
+    {"context", "heads"},
     {"modifiers"},
     {"operator"},
     {"site"},
@@ -26,7 +26,7 @@ LAYERS = [
     {"distill"},
     {"catalogue", "compare", "evaluation", "bench"},
     {"artifact", "card", "plots"},
-    {"pipeline", "finished"},
+    {"pipeline", "finished", "inspection"},
     {"cli", "__main__", "__init__"},
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from tests import families
+from tests.coverage import tensors
 from vit2linear import linearize
 from vit2linear.audit import audit
 from vit2linear.distill.tasks import ModelTask, SiteTask
@@ -34,13 +35,6 @@ def pixels(model: nn.Module, batch: int = 2) -> Tensor:
 
 def relu_plan(model: nn.Module) -> Plan:
     return make_plan(model, [Rule(drop=("all",))])
-
-
-def tensors(output: Any) -> list[Tensor]:
-    """The output of any model as tensors."""
-    if isinstance(output, dict):
-        output = [v for v in output.values() if isinstance(v, Tensor) and v.is_floating_point()]
-    return [output] if isinstance(output, Tensor) else [t for part in output for t in tensors(part)]
 
 
 def test_every_site_kind_has_models() -> None:
@@ -82,6 +76,25 @@ def test_a_converted_model_is_audited_written_and_read_back(name: str, args: dic
     assert sites_of(again).keys() == sites_of(student).keys()
     with torch.no_grad():
         assert all(torch.equal(a, b) for a, b in zip(before, tensors(again(x)), strict=True))
+
+
+@pytest.mark.parametrize("exact", [KEEP, "softmax"])
+@pytest.mark.parametrize(("name", "args"), FIRST)
+def test_exact_sites_beside_linear_ones(name: str, args: dict[str, Any], exact: str, tmp_path: Path) -> None:
+    """Every second site keeps its softmax, and with it all that linear operators cannot carry."""
+    model = families.build(name, **args)
+    kept = [s.path for s in find_sites(model)][::2]
+    plan = make_plan(model, [*(Rule(op=exact, sites=path) for path in kept), Rule(drop=("all",))])
+    student = apply_plan(model, plan).eval()
+    found = audit(model.state_dict(), student, plan, trained=False)
+    assert found.softmax_left == len(kept) and not any(
+        k.startswith(tuple(f"{p}." for p in kept)) for k in found.dropped
+    )
+    timm.models.save_for_hf(student, str(tmp_path), safe_serialization=True)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    x = pixels(model)
+    with torch.no_grad():
+        assert all(torch.equal(a, b) for a, b in zip(tensors(student(x)), tensors(again(x)), strict=True))
 
 
 @pytest.mark.parametrize(("name", "args"), CASES)

@@ -179,12 +179,6 @@ def test_weights_that_do_not_fit(checkpoint: Path, tmp_path: Path) -> None:
         load(folder)
 
 
-def test_fine_tuned_dinov2_head_is_refused_not_dropped(tmp_path: Path) -> None:
-    tf.Dinov2ForImageClassification(tf.Dinov2Config(**TINY, mlp_ratio=2)).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="classifier on class token and patch mean"):
-        load(tmp_path)
-
-
 def test_converted_models_are_no_sources(checkpoint: Path, tmp_path: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     config["architecture"] = "vit2linear"

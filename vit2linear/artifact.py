@@ -51,10 +51,10 @@ class Artifact:
         args: dict[str, Any] = json.loads(path.read_text("utf-8"))["model_args"]
         return args
 
-    def model(self) -> nn.Module:
-        """The converted model, in eval mode."""
+    def model(self, **args: Any) -> nn.Module:
+        """The converted model, in eval mode; ``args`` such as ``img_size`` go to the architecture."""
         try:
-            model: nn.Module = timm.create_model(self.name, pretrained=True)
+            model: nn.Module = timm.create_model(self.name, pretrained=True, **args)
         except (RuntimeError, OSError, ValueError) as error:
             raise ArtifactError(f"{self.name!r} cannot be loaded: {str(error).splitlines()[0]}.") from error
         return model.eval()

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit2linear.context import AttentionContext
-from vit2linear.errors import RecipeError
+from vit2linear.model import takes_size
 from vit2linear.operator import Operator
 from vit2linear.recipe import Rule
 from vit2linear.site import sites_of
+from vit2linear.sizes import Size
 from vit2linear.surgery import apply_plan, linearize, make_plan
 
 SOFTMAX, BOUND = "softmax", "bound"
@@ -43,9 +44,10 @@ class Job:
     """Arguments of the architecture, such as ``depth``."""
     batch_size: int = 1
 
-    def model(self, name: str, size: int) -> nn.Module:
+    def model(self, name: str, size: Size) -> nn.Module:
         """The architecture at ``size`` pixels as ``softmax``, ``bound`` or a variant, in eval mode."""
-        source = timm.create_model("vit2linear", base=self.base, operators={}, **{**self.args, "img_size": size}).eval()
+        args = {**self.args, **({"img_size": size} if takes_size(self.base) else {})}
+        source = timm.create_model("vit2linear", base=self.base, operators={}, **args).eval()
         if name == BOUND:
             return without_routing(source)
         rules = (Rule(op=SOFTMAX),) if name == SOFTMAX else self.variants[name]
@@ -57,6 +59,8 @@ class Measurement:
     """One model at one size."""
 
     size: int
+    """Height in pixels."""
+    width: int
     """Pixels."""
     tokens: int
     name: str
@@ -80,7 +84,7 @@ class NoRouting(Operator):
     family = "exact"
     summary = "heads = v"
     reference = ""
-    carries = frozenset({"key_mask", "bias"})
+    carries = frozenset({"key_mask", "bias", "head_mix", "pooling"})
 
     def forward(
         self,
@@ -89,23 +93,8 @@ class NoRouting(Operator):
         v: Float[Tensor, "batch heads keys value_dim"],
         ctx: AttentionContext,
     ) -> Float[Tensor, "batch heads queries value_dim"]:
-        """The values, as they are."""
-        return v
-
-
-def parse_sizes(text: str) -> list[int]:
-    """``224,512`` as numbers.
-
-    Raises:
-        RecipeError: anything else.
-    """
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1:
-        raise RecipeError(f"--img-size: {text!r} is no list of sizes in pixels.", "Write, for example, 224,512.")
-    return sizes
+        """The values, as they are; their mean, where the queries are other tokens."""
+        return v if q.shape[-2] == v.shape[-2] else v.mean(-2, keepdim=True).expand(*q.shape[:-1], -1)
 
 
 def without_routing(model: nn.Module) -> nn.Module:
@@ -116,12 +105,12 @@ def without_routing(model: nn.Module) -> nn.Module:
     return copy
 
 
-def measure(job: Job, size: int, device: torch.device, rounds: int = 9, memory: bool = True) -> list[Measurement]:
+def measure(job: Job, size: Size, device: torch.device, rounds: int = 9, memory: bool = True) -> list[Measurement]:
     """All models of ``job`` at ``size`` pixels, interleaved over ``rounds`` after two rounds of warming up."""
     names = [SOFTMAX, *job.variants, BOUND]
     models = {name: job.model(name, size).to(device) for name in names}
     channels = models[SOFTMAX].in_chans
-    pixels = torch.randn(job.batch_size, channels, size, size, device=device)  # type: ignore[call-overload]
+    pixels = torch.randn(job.batch_size, channels, *size, device=device)  # type: ignore[call-overload]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     with torch.inference_mode():
         for turn in range(rounds + 2):
@@ -129,16 +118,16 @@ def measure(job: Job, size: int, device: torch.device, rounds: int = 9, memory: 
                 took = _seconds(model, pixels)
                 if turn >= 2:
                     seconds[name].append(took)
-    tokens = models[SOFTMAX].patch_embed.num_patches + models[SOFTMAX].num_prefix_tokens  # type: ignore[union-attr, operator]
     del models
+    tokens = most_tokens(job, size)
 
     def ratio(name: str, other: str) -> float:
         return statistics.median(b / a for a, b in zip(seconds[name], seconds[other], strict=True))
 
     return [
         Measurement(
-            size,
-            int(tokens),
+            *size,
+            tokens,
             name,
             job.batch_size / statistics.median(seconds[name]),
             ratio(name, SOFTMAX),
@@ -150,28 +139,39 @@ def measure(job: Job, size: int, device: torch.device, rounds: int = 9, memory: 
     ]
 
 
-def crossover(found: list[Measurement], name: str) -> int | None:
+def crossover(found: list[Measurement], name: str) -> Size | None:
     """The smallest measured size from which ``name`` is faster than softmax at it and at every larger one."""
-    sizes = sorted((m.size, m.against_softmax) for m in found if m.name == name)
     winning = None
-    for size, speed in reversed(sizes):
-        if speed <= 1:
+    for m in sorted((m for m in found if m.name == name), key=lambda m: m.size * m.width, reverse=True):
+        if m.against_softmax <= 1:
             break
-        winning = size
+        winning = m.size, m.width
     return winning
 
 
-def flops(job: Job, name: str, size: int) -> int:
+def most_tokens(job: Job, size: Size) -> int:
+    """Keys of the site that has most of them, in one image or window."""
+    with torch.device("meta"):
+        model = job.model(SOFTMAX, size)
+    seen = [0]
+    for site in sites_of(model).values():
+        site.op.register_forward_pre_hook(lambda _, args: seen.append(args[1].shape[-2]))
+    with torch.no_grad():
+        model(torch.empty(1, int(model.in_chans), *size, device="meta"))  # type: ignore[arg-type]
+    return max(seen)
+
+
+def flops(job: Job, name: str, size: Size) -> int:
     """Floating-point operations of one image, counted on the meta device."""
     with torch.device("meta"):
         model = job.model(name, size)
-        pixels = torch.randn(1, model.in_chans, size, size)  # type: ignore[call-overload]
+        pixels = torch.randn(1, model.in_chans, *size)  # type: ignore[call-overload]
         with FlopCounterMode(display=False) as counter, torch.enable_grad():  # as in probe.count_flops
             model(pixels)
     return int(counter.get_total_flops())
 
 
-def peak_mib(job: Job, name: str, size: int, device: torch.device) -> float:
+def peak_mib(job: Job, name: str, size: Size, device: torch.device) -> float:
     """Memory that one forward adds at its peak: of the device, or of a fresh process on the CPU."""
     if device.type == "cuda":
         model = job.model(name, size).to(device)
@@ -183,7 +183,7 @@ def peak_mib(job: Job, name: str, size: int, device: torch.device) -> float:
         return pool.submit(_peak_of_this_process, job, name, size).result()
 
 
-def _peak_of_this_process(job: Job, name: str, size: int) -> float:
+def _peak_of_this_process(job: Job, name: str, size: Size) -> float:
     model = job.model(name, size)
     # Building the model may have taken more than the forward will: Linux can start its peak over.
     status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -202,9 +202,9 @@ def _kib(status: Path, key: str) -> int:
     return int(line.split()[1])
 
 
-def _forward(job: Job, model: nn.Module, size: int, device: torch.device) -> None:
+def _forward(job: Job, model: nn.Module, size: Size, device: torch.device) -> None:
     with torch.inference_mode():
-        model(torch.zeros(job.batch_size, int(model.in_chans), size, size, device=device))  # type: ignore[arg-type]
+        model(torch.zeros(job.batch_size, int(model.in_chans), *size, device=device))  # type: ignore[arg-type]
 
 
 def _seconds(model: nn.Module, pixels: Tensor) -> float:

@@ -11,7 +11,7 @@ from vit2linear.compare import EvalReport
 from vit2linear.distill.loop import StageReport
 from vit2linear.recipe import OPERATORS
 from vit2linear.sources.base import ModelRef
-from vit2linear.surgery import Plan
+from vit2linear.surgery import Plan, plan_notes
 
 _HUB_LICENSES = {
     "apache-2.0",
@@ -90,7 +90,7 @@ model = timm.create_model("hf-hub:OWNER/{name}", pretrained=True).eval()
 
 Without `import vit2linear` loading fails with "Unknown model"; it never falls back to softmax.
 
-## What was lost and won
+{_losses(plan)}## What was lost and won
 
 Measured on {report.data}, {report.images:,} images, both models in the same run.
 
@@ -105,6 +105,12 @@ record: source, plan, audit of every weight, losses, versions.
 The method is "Copy the Same, Distill the Difference", arXiv 2609.35745.
 """
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n{text}"))
+
+
+def _losses(plan: Plan) -> str:
+    """What of the source's attention the operators do not carry, as the user accepted it; and windows."""
+    notes = plan_notes(plan)
+    return "## What the conversion gives up\n\n" + "".join(f"- {note}\n" for note in notes) + "\n" if notes else ""
 
 
 def _table(report: EvalReport) -> str:

@@ -52,6 +52,20 @@ class EvalReport:
     site_errors: dict[str, float] = field(default_factory=dict)
     """Unexplained energy of each site's output in the running student: 0 is equal, 1 is as bad as zero."""
 
+    @property
+    def summary(self) -> str:
+        """The comparison in one line."""
+        parts = [f"{self.images:,} images"]
+        for title, key in (("top-1", "top1"), ("10-NN", "knn")):
+            teacher, student = getattr(self.teacher, key), getattr(self.student, key)
+            if teacher is not None and student is not None:
+                parts.append(f"{title} {student:.2f}% (teacher {teacher:.2f}%)")
+        if self.agreement is not None:
+            parts.append(f"agreement {self.agreement:.2f}%")
+        if self.neighbour_agreement is not None:
+            parts.append(f"neighbours shared {self.neighbour_agreement:.2f}%")
+        return ", ".join([*parts, f"feature cosine {self.feature_cosine:.4f}"])
+
 
 @dataclass
 class _Kept:

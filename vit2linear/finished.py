@@ -15,8 +15,11 @@ from vit2linear.compare import EvalReport
 from vit2linear.devices import device_of
 from vit2linear.errors import ArtifactError
 from vit2linear.evaluation import open_judge
+from vit2linear.probe import example_pixels
 from vit2linear.recipe import KEEP, Recipe, override
+from vit2linear.reporting import Reporter
 from vit2linear.resolve import layout_of, resolve
+from vit2linear.sizes import Size
 from vit2linear.sources.base import ModelRef
 
 
@@ -35,6 +38,8 @@ def evaluate(
     workers: int = 2,
     limit: int | None = None,
     device: str = "auto",
+    size: Size | None = None,
+    reporter: Reporter | None = None,
 ) -> EvalReport:
     """A converted model beside its teacher, which is fetched again at its pinned commit.
 
@@ -44,6 +49,8 @@ def evaluate(
         teacher: the source's place, where a local folder has moved.
         ignore_labels: do not match the images' classes with the model's.
         batch_size, workers, limit, device: as in a recipe.
+        size: height and width in pixels; default: those of the conversion.
+        reporter: told what is resized for ``size``; default: the ``vit2linear`` logger.
 
     Raises:
         ArtifactError, SourceError, DataError
@@ -51,16 +58,19 @@ def evaluate(
     opened = ref if isinstance(ref, Artifact) else open_artifact(ref)
     record = opened.report
     student = opened.model()
+    height, width = size or tuple(example_pixels(student).shape[-2:])
     source = _source_again(record["source"], teacher)
-    spec = layout_of(source).spec(source)
-    size = list(student.patch_embed.img_size)  # type: ignore[union-attr, arg-type]
-    spec = dataclasses.replace(spec, model_args={**spec.model_args, "img_size": size})
+    spec = model.at_size(layout_of(source).spec(source), (height, width))
+    data_config = {**resolve_model_data_config(student), "input_size": (student.in_chans, height, width)}
+    if size is not None:
+        student = opened.model(**{k: v for k, v in spec.model_args.items() if k == "img_size"})
+        (reporter or Reporter()).say(spec.notes[-1])
     module = model.load(source, spec).module
     softmax = {p["site"]["path"]: {"op": "softmax"} for p in record["plan"] if p["op"] != KEEP}
     same_images = data is None or data == record["data"]["path"]
     judge = open_judge(
         data or record["data"]["path"],
-        resolve_model_data_config(student),
+        data_config,
         int(student.num_classes),  # type: ignore[arg-type]
         spec.pretrained_cfg.get("label_names"),
         ignore_labels=ignore_labels or (same_images and record["data"]["ignore_labels"]),
@@ -84,10 +94,10 @@ def bench_job(ref: str, batch_size: int) -> Job:
 def _source_again(record: dict[str, Any], place: str | None) -> ModelRef:
     """The teacher of an artifact: the recorded repository at its commit, or a folder with the same weights."""
     if "repo" in record and place is None:
-        found = resolve(f"hf-hub:{record['repo']}", record["commit"])
+        found = resolve(f"hf-hub:{record['repo']}", record["commit"], record.get("arch"))
         named_by_timm = record["name"] != record["repo"] and "/" not in record["name"]
         return dataclasses.replace(found, name=record["name"], registry_name=record["name"] if named_by_timm else None)
-    found = resolve(place or record["name"])
+    found = resolve(place or record["name"], arch=record.get("arch"))
     if "weights_sha256" in record and found.record().get("weights_sha256") != record["weights_sha256"]:
         raise ArtifactError(
             f"the weights in {found.name!r} are not those that were converted.", "Point to the original with --teacher."

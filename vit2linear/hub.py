@@ -22,6 +22,9 @@ from vit2linear.errors import (
     UnreachableHubError,
 )
 
+CONFIGS = ("config.json", "open_clip_config.json")
+"""Files that describe a model, the preferred one first."""
+
 
 @dataclass(frozen=True)
 class RepoInfo:
@@ -32,6 +35,7 @@ class RepoInfo:
     license: str | None = None
     license_name: str | None = None
     license_link: str | None = None
+    files: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -78,23 +82,41 @@ def friendly_errors(what: str) -> Iterator[None]:
 def repo_info(repo: str, revision: str | None = None) -> RepoInfo:
     """The commit that ``revision`` (default: main) means now, and the stated licence.
 
-    Where the Hub cannot be asked, the cached commit of that revision is used.
+    Where the Hub cannot be asked, the cached commit of that revision is used, by default the newest.
     """
     try:
         with friendly_errors(repo):
             info = hf.HfApi().model_info(repo, revision=revision)
     except UnreachableHubError:
-        cached = hf.try_to_load_from_cache(repo, "config.json", revision=revision)
-        if not isinstance(cached, str):
+        cached = _cached(repo, revision)
+        if cached is None:
             raise
-        return RepoInfo(repo, Path(cached).parent.name)
+        return cached
     card = info.card_data
     fields = {k: getattr(card, k, None) for k in ("license", "license_name", "license_link")} if card else {}
-    return RepoInfo(repo, str(info.sha), **fields)
+    files = tuple(sibling.rfilename for sibling in info.siblings or [])
+    return RepoInfo(repo, str(info.sha), **fields, files=files)
+
+
+def _cached(repo: str, revision: str | None) -> RepoInfo | None:
+    """What the cache has of a commit, branch or tag; without a revision the commit that was fetched last."""
+    try:
+        repos = hf.scan_cache_dir().repos
+    except errors.CacheNotFound:
+        return None
+    commits = [c for found in repos if (found.repo_id, found.repo_type) == (repo, "model") for c in found.revisions]
+    named = [c for c in commits if revision is None or revision == c.commit_hash or revision in c.refs]
+    if not named:
+        return None
+    newest = max(named, key=lambda commit: commit.last_modified)
+    return RepoInfo(repo, newest.commit_hash, files=tuple(sorted(file.file_name for file in newest.files)))
 
 
 def download(repo: str, commit: str, filename: str) -> Path | None:
     """A file of a repository at a commit, from the cache where it is there; ``None`` if the repository lacks it."""
+    cached = hf.try_to_load_from_cache(repo, filename, revision=commit)
+    if cached is not None:
+        return Path(cached) if isinstance(cached, str) else None  # the other answer is that it is known to be absent
     with friendly_errors(repo):
         try:
             return Path(hf.hf_hub_download(repo, filename, revision=commit))

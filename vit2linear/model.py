@@ -7,22 +7,27 @@ channels, strict loading, features_only, export), with the operators in place be
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import timm
 import torch
-from timm.layers import LayerNorm
+from timm.layers import RmsNorm
 from timm.models import build_model_with_cfg
 from torch import nn
 
 from vit2linear.errors import UnsupportedModelError, WeightsError
+from vit2linear.heads import with_head
+from vit2linear.probe import example_pixels
 from vit2linear.resolve import layout_of
+from vit2linear.sizes import Size, show_size
+from vit2linear.sources._weights import in_float32
 from vit2linear.sources.base import ModelRef, ModelSpec
 from vit2linear.surgery import apply
 
@@ -44,6 +49,7 @@ def build(
     base: str = "",
     operators: dict[str, dict[str, Any]] | None = None,
     norm_eps: float | None = None,
+    head: str | None = None,
     **kwargs: Any,
 ) -> nn.Module:
     """What the timm entry point does: the architecture ``base`` with operators at sites.
@@ -51,17 +57,16 @@ def build(
     Args:
         base: name of a timm architecture.
         operators: site path to ``{"op": name, "options": {...}}``.
-        norm_eps: epsilon of the layer norms, where it is not the base's own.
+        norm_eps: epsilon of the norms, where it is not the base's own.
+        head: one of ``vit2linear.heads``, where it is not the base's own.
         kwargs: everything else goes to the base's entry point.
     """
     if not base or not timm.is_model(base):
         raise UnsupportedModelError(
             f"'base' is {base!r}, which timm {timm.__version__} does not know.", "Upgrade timm."
         )
-    if norm_eps is not None:
-        kwargs["norm_layer"] = partial(LayerNorm, eps=norm_eps)
     overlay = {**(kwargs.pop("pretrained_cfg_overlay", None) or {}), "architecture": "vit2linear"}
-    with _building_with(operators or {}):
+    with _building_with(operators or {}, norm_eps, head):
         model: nn.Module = timm.models.model_entrypoint(base)(
             pretrained=pretrained, pretrained_cfg_overlay=overlay, **kwargs
         )
@@ -74,20 +79,68 @@ def skeleton(spec: ModelSpec) -> nn.Module:
         return _create(spec, pretrained=False)
 
 
+def input_size(module: nn.Module) -> tuple[int, int, int]:
+    """Channels, height and width in pixels that a timm model was made for."""
+    channels, height, width = example_pixels(module).shape[1:]
+    return channels, height, width
+
+
+@cache
+def takes_size(architecture: str) -> bool:
+    """Whether a timm architecture is built for an image size; the others take any image as they are."""
+    with torch.device("meta"):
+        model = timm.create_model(architecture)
+    return "img_size" in inspect.signature(type(model).__init__).parameters
+
+
+def at_size(spec: ModelSpec, size: Size) -> ModelSpec:
+    """The same model for inputs of height and width ``size`` in pixels; its notes name every weight that is resized.
+
+    timm resizes position embeddings and relative tables while it loads them. Models that are built for no size take
+    any image as they are.
+
+    Raises:
+        SourceError: the architecture cannot be built at that size.
+    """
+    before = skeleton(spec)
+    sized = {"img_size": list(size)} if takes_size(spec.architecture) else {}
+    spec = replace(
+        spec,
+        model_args={**spec.model_args, **sized},
+        pretrained_cfg={**spec.pretrained_cfg, "input_size": [getattr(before, "in_chans", 3), *size]},
+    )
+    try:
+        after = skeleton(spec)
+    except (AssertionError, ValueError, RuntimeError) as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UnsupportedModelError(
+            f"{spec.architecture} cannot be built for {show_size(size)} pixels: {said}",
+            "Choose a size that its patches and windows divide.",
+        ) from error
+    shapes = {key: tuple(value.shape) for key, value in before.state_dict().items()}
+    resized = [
+        f"{key} {'x'.join(map(str, shapes[key]))} -> {'x'.join(map(str, value.shape))}"
+        for key, value in after.state_dict().items()
+        if key in shapes and shapes[key] != tuple(value.shape)
+    ]
+    what = f"resized for it: {_some(resized)}" if resized else "nothing had to be resized"
+    return replace(spec, notes=(*spec.notes, f"input of {show_size(size)} pixels; {what}"))
+
+
 def load(ref: ModelRef, spec: ModelSpec) -> LoadedModel:
     """Build the source and load its weights, in float32 and eval mode.
 
     Raises:
         WeightsError: keys or shapes do not fit, one line that names them.
     """
-    weights = layout_of(ref).state_dict(ref)
+    weights, dtype = in_float32(ref.name, layout_of(ref).state_dict(ref))
     try:
         model = _create(spec, pretrained=True, state_dict=weights)
     except RuntimeError as error:
         if "state_dict" not in str(error) and "inconsistent" not in str(error):
             raise
         raise WeightsError(f"the weights of {ref.name!r} do not fit its config: {_condense(str(error))}.") from error
-    return LoadedModel(ref, spec, model.eval())
+    return LoadedModel(ref, replace(spec, dtype=dtype), model.eval())
 
 
 def _create(spec: ModelSpec, pretrained: bool, **overlay: Any) -> nn.Module:
@@ -106,11 +159,11 @@ def _create(spec: ModelSpec, pretrained: bool, **overlay: Any) -> nn.Module:
 
 
 @contextmanager
-def _building_with(operators: dict[str, dict[str, Any]]) -> Iterator[None]:
-    """While open, timm models are built with ``operators``, after their constructor and before their weights.
+def _building_with(operators: dict[str, dict[str, Any]], norm_eps: float | None, head: str | None) -> Iterator[None]:
+    """While open, timm models are built as ``build`` says, after their constructor and before their weights.
 
     timm's entry points choose class, checkpoint filter and feature config themselves and hand them to
-    ``build_model_with_cfg``; that call is where the operators go in, so that everything the base knows keeps working.
+    ``build_model_with_cfg``; that call is where the changes go in, so that everything the base knows keeps working.
     """
 
     def build_converted(model_cls: Callable[..., nn.Module], variant: str, pretrained: bool, **kwargs: Any) -> Any:
@@ -118,7 +171,15 @@ def _building_with(operators: dict[str, dict[str, Any]]) -> Iterator[None]:
             # A backbone that the entry point makes for the model, the ResNet of a hybrid: no site lies in it, and its
             # weights come with the model's.
             return build_model_with_cfg(model_cls, variant, False, **kwargs)
-        return build_model_with_cfg(lambda **kw: apply(model_cls(**kw), operators), variant, pretrained, **kwargs)
+
+        def make(**kw: Any) -> nn.Module:
+            model: nn.Module = with_head(model_cls, head)(**kw)
+            for norm in model.modules():
+                if norm_eps is not None and isinstance(norm, nn.LayerNorm | RmsNorm):
+                    norm.eps = norm_eps
+            return apply(model, operators)
+
+        return build_model_with_cfg(make, variant, pretrained, **kwargs)
 
     with _patching:
         modules = [
@@ -139,3 +200,7 @@ def _condense(message: str) -> str:
     """Torch's multi-line report of a failed load as one line of bounded length."""
     lines = [line.strip().rstrip(".") for line in message.splitlines()[1:] if line.strip()] or [message]
     return "; ".join(line if len(line) < 200 else line[:200] + "..." for line in lines[:4])
+
+
+def _some(names: Sequence[str]) -> str:
+    return "; ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")

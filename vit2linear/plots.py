@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vit2linear.bench import BOUND, SOFTMAX, Measurement
 from vit2linear.errors import RecipeError
+from vit2linear.sizes import show_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,12 +48,12 @@ def plot_bench(found: list[Measurement], title: str, path: Path) -> None:
 
 def _lines(axis: Axes, found: list[Measurement], key: str, label: str) -> None:
     for name in dict.fromkeys(m.name for m in found):
-        points = sorted((m.size, getattr(m, key)) for m in found if m.name == name)
+        points = sorted(((m.size * m.width) ** 0.5, getattr(m, key)) for m in found if m.name == name)
         style = {SOFTMAX: ("black", "-"), BOUND: ("0.5", "--")}.get(name, (None, "-"))
         title = "bound (no attention core)" if name == BOUND else name
         axis.plot(*zip(*points, strict=True), color=style[0], linestyle=style[1], marker="o", markersize=4, label=title)
-    sizes = sorted({(m.size, m.tokens) for m in found})
+    sizes = sorted({((m.size * m.width) ** 0.5, show_size((m.size, m.width)), m.tokens) for m in found})
     axis.set_xscale("log", base=2)
-    axis.set_xticks([s for s, _ in sizes], [f"{s} px\n{t:,} tokens" for s, t in sizes])
+    axis.set_xticks([x for x, _, _ in sizes], [f"{size} px\n{tokens:,} tokens" for _, size, tokens in sizes])
     axis.set_ylabel(label)
     axis.spines[["top", "right"]].set_visible(False)

@@ -33,11 +33,19 @@ class SourceOptions:
     """``[source]``: the pretrained model."""
 
     model: str = ""
-    """``demo``, a folder, a Hub id, a timm name, ``hf-hub:ID`` or ``local-dir:PATH``."""
+    """``demo``, a folder, a file of weights, a Hub id, a timm name, ``hf-hub:ID`` or ``local-dir:PATH``."""
     revision: str | None = None
     """Branch, tag or commit of a Hub id; the commit it resolves to is recorded."""
-    img_size: int | None = None
-    """Side of the square input in pixels; default: what the source's own preprocessing says."""
+    arch: str | None = None
+    """timm's name of the architecture, with or without a tag, where no config describes the weights."""
+    img_size: int | tuple[int, ...] | None = None
+    """Side of the square input in pixels, or height and width; default: what the source's own preprocessing says."""
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Height and width in pixels, where the user wants others than the source's own."""
+        sides = (self.img_size, self.img_size) if isinstance(self.img_size, int) else self.img_size
+        return None if sides is None else (sides[0], sides[1])
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,18 @@ FEATURE_STAGE = Stage(
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """``[distill.calibration]``: the closed form before any training."""
+
+    images: int = 512
+    """Training images that are read once; a fifth of them only judges. 0: no calibration."""
+    ridges: tuple[float, ...] = (1e-3, 1e-1)
+    """Pulls towards the copied weights that are tried at every site, in units of the mean squared input."""
+    corrections: tuple[float, ...] = (0.0, 1.0)
+    """Shares of the residual stream's error so far that a site is asked to make good, all of them tried."""
+
+
+@dataclass(frozen=True)
 class DistillOptions:
     """``[distill]``: recovering the attention from the source, label-free."""
 
@@ -111,6 +131,7 @@ class DistillOptions:
     """Largest gradient norm."""
     augment: Literal["mild", "none"] = "mild"
     """``mild``: random resized crop (scale 0.7-1) and horizontal flip; ``none``: the evaluation view."""
+    calibration: Calibration = Calibration()
     attention: Stage = ATTENTION_STAGE
     feature: Stage = FEATURE_STAGE
 
@@ -170,12 +191,18 @@ class Recipe:
         d, problems = self.distill, []
         if not self.source.model:
             problems.append("source.model: name a model, such as 'demo' or 'google/vit-base-patch16-224'")
+        sides = self.source.img_size
+        if isinstance(sides, tuple) and len(sides) != 2:
+            problems.append(f"source.img_size: {list(sides)} is not a side, or height and width")
         ranges = [
-            ("source.img_size", self.source.img_size, 1, None),
+            ("source.img_size", min(sides, default=0) if isinstance(sides, tuple) else sides, 1, None),
             ("distill.steps", d.steps, 0, None),
             ("distill.batch_size", d.batch_size, 1, None),
             ("distill.warmup", d.warmup, 0, 1),
             ("distill.clip", d.clip, 1e-12, None),
+            ("distill.calibration.images", d.calibration.images, 0, None),
+            ("distill.calibration.ridges", min(d.calibration.ridges, default=0), 1e-12, None),
+            ("distill.calibration.corrections", min(d.calibration.corrections, default=-1), 0, 1),
             ("data.workers", self.data.workers, 0, None),
             ("data.eval_samples", self.data.eval_samples, 1, None),
             ("run.seed", self.run.seed, 0, 2**32 - 1),

@@ -1,13 +1,16 @@
 """From the name that a user types to a source at one commit.
 
-An existing folder wins over a Hub id of the same name; ``local-dir:`` and ``hf-hub:`` (timm's prefixes) decide it
-explicitly. Nothing but ``config.json`` is fetched.
+An existing folder or file wins over a Hub id of the same name; ``local-dir:`` and ``hf-hub:`` (timm's prefixes) decide
+it explicitly. Nothing but the config is fetched.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
+
+import timm
 
 from vit2linear import hub
 from vit2linear.errors import SourceNotFoundError, UnsupportedModelError
@@ -19,22 +22,64 @@ DEMO_FOLDER = Path(__file__).parent / "demo"
 LAYOUTS: Registry[Layout] = Registry("layout", "vit2linear.sources", "vit2linear.sources.base:Layout")
 
 
-def resolve(name: str, revision: str | None = None) -> ModelRef:
+def resolve(name: str, revision: str | None = None, arch: str | None = None) -> ModelRef:
     """Find a source.
 
     Args:
-        name: ``demo``, a folder, ``local-dir:PATH``, a Hub id ``owner/name[@revision]``, ``hf-hub:ID``, or a name of
-            timm's registry with or without a tag.
+        name: ``demo``, a folder, a file of weights, ``local-dir:PATH``, a Hub id ``owner/name[@revision]``,
+            ``hf-hub:ID``, or a name of timm's registry with or without a tag.
         revision: branch, tag or commit of a Hub id.
+        arch: timm's name of the architecture, with or without a tag, for weights that no config describes.
 
     Raises:
         SourceNotFoundError, GatedSourceError, UnreachableHubError
     """
+    found = _find(name, revision)
+    if arch is None:
+        return found
+    if found.registry_name is not None or name == DEMO:
+        raise SourceNotFoundError(f"the architecture of {name!r} is known.", "Leave --arch out.")
+    if not timm.is_model(arch.split(".")[0]):
+        raise SourceNotFoundError(f"timm knows no architecture {arch!r}.", _guess(arch, "See timm.list_models()."))
+    return replace(found, arch=arch)
+
+
+def layout_of(ref: ModelRef) -> Layout:
+    """The layout that the source is in, by the file that describes it.
+
+    Raises:
+        SourceNotFoundError: there is no such file, nor a stated architecture.
+        UnsupportedModelError: it is none of the layouts.
+    """
+    layouts = {name: layout() for name, layout in LAYOUTS.all().items()}
+    if ref.arch is not None:
+        return layouts["original"]
+    if ref.registry_name is not None:
+        return layouts["timm"]
+    described = False
+    for name in hub.CONFIGS if ref.weights_name is None else ():
+        config = ref.json(name)
+        described |= config is not None
+        for layout in layouts.values():
+            if config is not None and layout.config_file == name and layout.matches(config):
+                return layout
+    if not described:
+        raise SourceNotFoundError(
+            f"{ref.name!r} has no config.json.",
+            "Say which architecture of timm its weights are of: --arch NAME, such as --arch vit_small_patch14_dinov2.",
+        )
+    raise UnsupportedModelError(
+        f"config.json of {ref.name!r} has neither 'architecture' nor 'model_type'.",
+        f"Supported layouts: {', '.join(layouts)}; for weights by themselves say --arch NAME.",
+    )
+
+
+def _find(name: str, revision: str | None) -> ModelRef:
     if name == DEMO:
         return ModelRef(name, folder=DEMO_FOLDER)
     prefix, _, rest = name.partition(":")
-    if prefix == "local-dir" or (prefix != "hf-hub" and Path(name).is_dir()):
-        return _folder(name, Path(rest if prefix == "local-dir" else name))
+    if prefix == "local-dir" or (prefix != "hf-hub" and Path(name).exists()):
+        return _local(name, Path(rest if prefix == "local-dir" else name))
     repo = rest if prefix == "hf-hub" else name
     if prefix != "hf-hub" and "/" not in name:
         return _registry(name)
@@ -42,42 +87,24 @@ def resolve(name: str, revision: str | None = None) -> ModelRef:
     return ModelRef(name, repo=hub.repo_info(repo, revision or at or None))
 
 
-def layout_of(ref: ModelRef) -> Layout:
-    """The layout that the source's ``config.json`` is in.
-
-    Raises:
-        SourceNotFoundError: there is no ``config.json``.
-        UnsupportedModelError: it is none of the layouts.
-    """
-    layouts = {name: layout() for name, layout in LAYOUTS.all().items()}
-    if ref.registry_name is not None:
-        return layouts["timm"]
-    config = ref.json("config.json")
-    if config is None:
-        raise SourceNotFoundError(f"{ref.name!r} has no config.json.", "A timm or transformers checkpoint has one.")
-    for layout in layouts.values():
-        if layout.matches(config):
-            return layout
-    raise UnsupportedModelError(
-        f"config.json of {ref.name!r} has neither 'architecture' nor 'model_type'.",
-        f"Supported layouts: {', '.join(layouts)}.",
-    )
-
-
-def _folder(name: str, folder: Path) -> ModelRef:
-    if not folder.is_dir():
-        raise SourceNotFoundError(f"there is no folder {str(folder)!r}.", "Check the path.")
-    return ModelRef(name, folder=folder)
+def _local(name: str, path: Path) -> ModelRef:
+    if path.is_file():
+        return ModelRef(name, folder=path.parent, weights_name=path.name)
+    if not path.is_dir():
+        raise SourceNotFoundError(f"there is no folder {str(path)!r}.", "Check the path.")
+    return ModelRef(name, folder=path)
 
 
 def _registry(name: str) -> ModelRef:
-    import timm
-
     cfg = timm.get_pretrained_cfg(name, allow_unregistered=False) if timm.is_model(name.split(".")[0]) else None
     if cfg is None:
-        close = get_close_matches(name.split(".")[0], timm.list_models(), n=3)
-        guess = f"Close names: {', '.join(close)}." if close else "Use owner/name for the Hub, or the path of a folder."
+        guess = _guess(name, "Use owner/name for the Hub, or the path of a folder.")
         raise SourceNotFoundError(f"{name!r} is neither a folder nor a name that timm knows.", guess)
     if not cfg.hf_hub_id:
         raise SourceNotFoundError(f"timm has no weights on the Hub for {name!r}.", "Choose another tag, or a folder.")
     return ModelRef(name, repo=hub.repo_info(cfg.hf_hub_id), registry_name=name)
+
+
+def _guess(name: str, otherwise: str) -> str:
+    close = get_close_matches(name.split(".")[0], timm.list_models(), n=3)
+    return f"Close names: {', '.join(close)}." if close else otherwise

@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -34,6 +34,16 @@ class Feature:
     """Parameters and children of the module that serve nothing else: removed where the feature is dropped."""
     droppable: bool = True
     """Whether the module makes sense without it."""
+    globally: Literal["as ever", "moot", "lost"] = "as ever"
+    """With global windows: as without them, or not needed any more, or made for one window and carried by nothing."""
+    shared: str = ""
+    """Module of the model that serves nothing else, at all sites: removed where every site drops the feature."""
+
+    def missed(self, carries: Collection[str], global_windows: bool) -> bool:
+        """Whether an operator that carries ``carries`` loses it."""
+        if global_windows and self.globally != "as ever":
+            return self.globally == "lost"
+        return self.needs not in carries
 
 
 class SiteKind(ABC):
@@ -47,10 +57,16 @@ class SiteKind(ABC):
     """Whether ``project`` and ``merge`` can route over the whole map where the source routes inside windows."""
     settings: ClassVar[Mapping[str, Any]] = {}
     """Attributes of the model that change with its sites, such as the form in which it passes masks."""
+    methods: ClassVar[Mapping[str, Callable[..., Any]]] = {}
+    """Methods of the site instead of the replaced module's, where those cannot bear that something was dropped."""
 
     @abstractmethod
     def matches(self, module: nn.Module) -> bool:
         """Whether ``module`` is of this kind."""
+
+    def at(self, model: nn.Module, path: str) -> SiteKind:
+        """The kind at one site: looks up what the module itself does not know. Called before all but ``matches``."""
+        return self
 
     @abstractmethod
     def geometry(self, module: nn.Module) -> HeadGeometry:
@@ -85,6 +101,10 @@ class SiteKind(ABC):
     @abstractmethod
     def merge(self, site: Any, heads: Float[Tensor, "batch heads tokens head_dim"], ctx: AttentionContext) -> Any:
         """Everything after the routing (norms, gates, output projection): what the replaced module returned."""
+
+    def answer(self, x: Tensor, output: Any) -> Tensor:
+        """The tokens that losses compare at a site, from the module's input and output: without a residual."""
+        return site_output(output)
 
 
 class LinearAttention(nn.Module):
@@ -124,7 +144,9 @@ class LinearAttention(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            method = getattr(self.__dict__.get("source_class"), name, None)
+            kind = self.__dict__.get("kind")
+            own = None if kind is None else kind.methods.get(name)
+            method = own or getattr(self.__dict__.get("source_class"), name, None)
             if isinstance(method, types.FunctionType):
                 return types.MethodType(method, self)
             raise
@@ -167,8 +189,8 @@ def patch_embedding_of(model: nn.Module, path: str) -> str | None:
     return None
 
 
-def set_submodule(model: nn.Module, path: str, module: nn.Module) -> None:
-    """Replace the module at a dotted path."""
+def set_submodule(model: nn.Module, path: str, module: nn.Module | None) -> None:
+    """Replace or remove the module at a dotted path."""
     parent, _, name = path.rpartition(".")
     setattr(model.get_submodule(parent), name, module)
 
@@ -179,9 +201,9 @@ def sites_of(model: nn.Module) -> dict[str, LinearAttention]:
 
 
 def site_output(output: Any) -> Tensor:
-    """The tokens of what a site returned: some attentions return their grid as well."""
+    """The tokens of what a site returned: some attentions return their grid as well, or tokens as a map."""
     tokens: Tensor = output[0] if isinstance(output, tuple) else output
-    return tokens
+    return tokens.flatten(1, -2)
 
 
 def key_mask_or_bias(attn_mask: Tensor | None, x: Tensor) -> tuple[Bool[Tensor, "batch keys"] | None, Tensor | None]:

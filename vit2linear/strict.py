@@ -41,7 +41,14 @@ def _build(kind: Any, value: Any, default: Any, where: str, problems: list[str])
         if isinstance(value, dict):
             return _build_dataclass(kind, value, default, where, problems)
     elif origin in (types.UnionType, typing.Union):
-        return _build(next(a for a in args if a is not type(None)), value, default, where, problems)
+        arms = [a for a in args if a is not type(None)]
+        for arm in arms:
+            found: list[str] = []
+            built = _build(arm, value, default, where, found)
+            if not found:
+                return built
+        problems += found
+        return default
     elif origin is Literal:
         if value in args:
             return value

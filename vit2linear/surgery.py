@@ -25,11 +25,15 @@ from vit2linear.strict import build
 
 NOT_SOFTMAX_ROUTING = {
     "XCA": "its attention mixes channels, not tokens, at a cost that is linear in the tokens already",
+    "ChannelAttention": "it mixes channels, not tokens, at a cost that is linear in the tokens already",
+    "ChannelAttentionV2": "it mixes channels, not tokens, at a cost that is linear in the tokens already",
     "OutlookAttention": "outlook attention takes its weights from each token alone, not from pairs of tokens",
+    "ClassAttn": "its only query is the class token, so its cost is linear in the tokens already",
+    "CrossAttention": "its only query is the class token, so its cost is linear in the tokens already",
+    "AttentionPoolLatent": "it pools the tokens with one query, so its cost is linear in the tokens already",
     "LiteMLA": "its attention is linear already",
-    "LinearAttention": "its attention is linear already",
 }
-"""Attention modules (by class) without a softmax over pairs of tokens, and why."""
+"""Attention modules (by class) that are no sites, and why."""
 
 SITES: Registry[SiteKind] = Registry("site kind", "vit2linear.sites", "vit2linear.site:SiteKind")
 
@@ -64,6 +68,8 @@ class Plan:
     """What happens to a model, site by site."""
 
     sites: tuple[SitePlan, ...]
+    shared: frozenset[str] = frozenset()
+    """Modules of the model that serve only what every site gives up."""
 
     @property
     def replaced(self) -> tuple[SitePlan, ...]:
@@ -78,7 +84,7 @@ class Plan:
     @property
     def drop_keys(self) -> frozenset[str]:
         """Prefixes of the source's weights that the plan gives up."""
-        return frozenset(f"{s.site.path}.{key}" for s in self.replaced for key in s.drop_keys)
+        return self.shared | {f"{s.site.path}.{key}" for s in self.replaced for key in s.drop_keys}
 
     @property
     def losses(self) -> dict[str, tuple[str, tuple[str, ...]]]:
@@ -103,13 +109,19 @@ def kind_of(model: nn.Module, module: nn.Module) -> str | None:
     return None
 
 
+def kind_at(model: nn.Module, site: Site) -> SiteKind:
+    """The kind of a site of ``model``, which knows where it is."""
+    kind: SiteKind = SITES.get(site.kind)()
+    return kind.at(model, site.path)
+
+
 def find_sites(model: nn.Module) -> list[Site]:
     """Every softmax attention module that a site kind recognises, in the model's order."""
     found = []
     for path, module in model.named_modules():
         name = kind_of(model, module)
         if name is not None:
-            kind = SITES.get(name)()
+            kind = SITES.get(name)().at(model, path)
             found.append(Site(path, name, kind.geometry(module), kind.window(module)))
     return found
 
@@ -134,7 +146,8 @@ def make_plan(model: nn.Module, rules: Sequence[Rule]) -> Plan:
             )
     _check_drops(model, sites, rules)
     plans = [_plan_site(model, s, r) if (r := chosen[s.path]) is not None else SitePlan(s, KEEP) for s in sites]
-    return Plan(tuple(plans))
+    plan = Plan(tuple(plans))
+    return replace(plan, shared=_shared_by_none(model, plan.operators))
 
 
 def make_operator(entry: dict[str, Any], geometry: HeadGeometry) -> Operator:
@@ -154,7 +167,7 @@ def _plan_site(model: nn.Module, site: Site, rule: Rule) -> SitePlan:
     """Check the rule against the site, and make its operator on the meta device: bad options show here."""
     if rule.op == KEEP:
         return SitePlan(site, KEEP)
-    kind: SiteKind = SITES.get(site.kind)()
+    kind = kind_at(model, site)
     module = model.get_submodule(site.path)
     plan = SitePlan(
         site,
@@ -165,28 +178,39 @@ def _plan_site(model: nn.Module, site: Site, rule: Rule) -> SitePlan:
     )
     with torch.device("meta"):
         op = make_operator(plan.entry, site.geometry)
-    missing = {name: f for name, f in kind.features(module).items() if f.needs not in op.carries}
+    missing = {n: f for n, f in kind.features(module).items() if f.missed(op.carries, plan.global_windows)}
     for name, feature in missing.items():
         if not feature.droppable or not {ALL, name} & set(rule.drop):
-            raise _cannot_carry(site, rule.op, name, feature)
+            raise _cannot_carry(plan, name, feature)
     words = {name: feature.words for name, feature in missing.items()}
     return replace(plan, drop=words, drop_keys=dropped_names(kind, module, words))
 
 
-def _cannot_carry(site: Site, op: str, name: str, feature: Feature) -> SurgeryError:
-    able = ", ".join(n for n in OPERATORS.names() if feature.needs in OPERATORS.get(n).carries)
+def _cannot_carry(plan: SitePlan, name: str, feature: Feature) -> SurgeryError:
+    able = ", ".join(n for n in OPERATORS.names() if not feature.missed(OPERATORS.get(n).carries, plan.global_windows))
     accept = f"accept the loss with --drop {name} (in Python: drop={{{name!r}}}) and let distillation recover it, "
+    other = f"use an operator that carries it ({able}), or keep softmax there" if able else "or keep the windows"
     return SurgeryError(
-        f"{site.path}: the operator {op!r} cannot carry what the source has there, {name}: {feature.words}.",
-        f"Either {accept if feature.droppable else ''}use an operator that carries it ({able}), or keep softmax there.",
+        f"{plan.site.path}: the operator {plan.op!r} cannot carry what the source has there, {name}: {feature.words}.",
+        f"Either {accept if feature.droppable else ''}{other}.",
     )
 
 
 def _check_drops(model: nn.Module, sites: Sequence[Site], rules: Sequence[Rule]) -> None:
-    known = {name for s in sites for name in SITES.get(s.kind)().features(model.get_submodule(s.path))}
+    known = {name for s in sites for name in kind_at(model, s).features(model.get_submodule(s.path))}
     for name in {name for rule in rules for name in rule.drop} - known - {ALL}:
         has = f"Its attention has: {', '.join(sorted(known))}." if known else "Its attention has nothing to drop."
         raise RecipeError(f"drop: no site of this {type(model).__name__} has {name!r}.", has)
+
+
+def _shared_by_none(model: nn.Module, operators: dict[str, dict[str, Any]]) -> frozenset[str]:
+    """Modules of ``model`` that serve only features which every site gives up."""
+    kept: dict[str, list[bool]] = {}
+    for site in find_sites(model):
+        drop = operators.get(site.path, {}).get("drop", ())
+        for name, feature in kind_at(model, site).features(model.get_submodule(site.path)).items():
+            kept.setdefault(feature.shared, []).append(name not in drop)
+    return frozenset(module for module, sites in kept.items() if module and not any(sites))
 
 
 def _no_sites(model: nn.Module) -> tuple[str, str]:
@@ -213,13 +237,14 @@ def apply(model: nn.Module, operators: dict[str, dict[str, Any]]) -> nn.Module:
         SurgeryError: a path is no site of this model.
     """
     modules = dict(model.named_modules())
+    shared = _shared_by_none(model, operators)
     refs: dict[tuple[str, GridReader, int], GridRef] = {}
     for path, entry in operators.items():
         module = modules.get(path)
         name = kind_of(model, module) if module is not None else None
         if module is None or name is None:
             raise SurgeryError(f"{path!r} is not a softmax attention module of this {type(model).__name__}.")
-        kind: SiteKind = SITES.get(name)()
+        kind: SiteKind = SITES.get(name)().at(model, path)
         for setting, value in kind.settings.items():
             setattr(model, setting, value)
         prefix, source = kind.num_prefix(model, path), kind.grid_source(model, path)
@@ -231,6 +256,8 @@ def apply(model: nn.Module, operators: dict[str, dict[str, Any]]) -> nn.Module:
         set_submodule(model, path, site)
     for (path, _, _), ref in refs.items():
         model.get_submodule(path).register_forward_hook(ref)
+    for path in shared:
+        set_submodule(model, path, None)
     return model
 
 

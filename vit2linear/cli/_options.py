@@ -23,6 +23,13 @@ Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else there.")]
 
 
+Arch = Annotated[str | None, typer.Option(help="timm's name of the architecture, for weights without a config.")]
+ImgSize = Annotated[
+    str | None,
+    typer.Option("--img-size", help="Input in pixels: 384, or HEIGHTxWIDTH such as 512x768.", metavar="SIZE"),
+]
+
+
 def key_value(text: str) -> tuple[str, Any]:
     """``landmarks=9`` as a pair; the value is read as TOML, or taken as a string where it is none.
 

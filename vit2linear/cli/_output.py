@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -13,10 +13,6 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from vit2linear.reporting import Progress, Reporter
-
-if TYPE_CHECKING:
-    from vit2linear.probe import Probe
-    from vit2linear.surgery import Plan
 
 PLAIN_EVERY = 10.0
 """Seconds between progress lines where stderr is no terminal."""
@@ -30,20 +26,16 @@ def print_json(value: Any) -> None:
     out.file.write(json.dumps(value, indent=2) + "\n")
 
 
-def plan_table(plan: Plan, probed: Probe) -> Table:
-    """One row for each site: sizes, operator, evaluation and what is given up."""
+def sites_table(title: str, sites: list[dict[str, Any]]) -> Table:
+    """One row for each site, as ``plan_to_json`` gives them."""
     rows = []
-    for s in plan.sites:
-        found = probed.sites.get(s.site.path)
-        sizes = [f"{s.site.geometry.num_heads} x {s.site.geometry.head_dim}"]
-        tokens = "" if found is None else str(found.keys)
-        if found is not None and found.queries != found.keys:
-            tokens = f"{found.queries} on {found.keys}"
-        evaluation = "" if found is None else found.evaluation
-        rows.append(
-            [s.site.path, *sizes, tokens, s.op, evaluation + (f"; without {', '.join(s.drop)}" if s.drop else "")]
-        )
-    return table("Plan", ["site", "heads", "tokens", "operator", "evaluation"], rows)
+    for s in sites:
+        how = s.get("evaluation", "") + "".join(f"; no {name}" for name in s["drop"])
+        keys, queries = s.get("keys", ""), s.get("queries", "")
+        tokens = f"{keys}" if keys == queries else f"{queries} on {keys}"
+        geometry = s["site"]["geometry"]
+        rows.append([s["site"]["path"], s["op"], how, f"{geometry['num_heads']} x {geometry['head_dim']}", tokens])
+    return table(title, ["site", "operator", "evaluation", "heads", "tokens"], rows, left=3)
 
 
 class TerminalReporter(Reporter):

@@ -21,7 +21,7 @@ def bench(
     base: Annotated[str, typer.Option(help="timm architecture, with random weights.")] = "vit_base_patch16_224",
     op: Annotated[str, typer.Option(help="Operators, separated by commas.")] = "relu",
     local: Annotated[str, typer.Option(help="none, dwc3 or dwc5, beside each operator.")] = "none",
-    img_size: Annotated[str, typer.Option(help="Image sizes in pixels, separated by commas.")] = "224,384,512,1024",
+    img_size: Annotated[str, typer.Option(help="Image sizes in pixels, such as 224,512x768.")] = "224,384,512,1024",
     depth: Annotated[int | None, typer.Option(min=1, help="Blocks to measure; default: all.")] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Images in a forward.")] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; medians are reported.")] = 9,
@@ -34,12 +34,13 @@ def bench(
     with exit_codes():
         import dataclasses
 
-        from vit2linear.bench import Job, crossover, measure, parse_sizes
+        from vit2linear.bench import Job, crossover, measure
         from vit2linear.cli._output import err, out, print_json
         from vit2linear.devices import device_of
         from vit2linear.finished import bench_job
         from vit2linear.plots import plot_bench, pyplot
         from vit2linear.recipe import Recipe, override
+        from vit2linear.sizes import parse_sizes, show_size
 
         sizes = parse_sizes(img_size)
         if model is not None:
@@ -53,7 +54,7 @@ def bench(
             pyplot()  # before the work, not after it
         found = []
         for size in sizes:
-            err.print(f"{job.base} at {size} px on {place}", markup=False)
+            err.print(f"{job.base} at {show_size(size)} px on {place}", markup=False)
             found += measure(job, size, place, rounds, memory)
         wins = {name: crossover(found, name) for name in job.variants}
         if plot is not None:
@@ -65,17 +66,22 @@ def bench(
             return
         out.print(_table(found))
         for name, win in wins.items():
-            text = f"faster than softmax from {win} px" if win else "not faster than softmax at the largest size"
+            text = (
+                f"faster than softmax from {show_size(win)} px"
+                if win
+                else "not faster than softmax at the largest size"
+            )
             out.print(f"{name}: {text}", markup=False)
 
 
 def _table(found: list[Measurement]) -> object:
     from vit2linear.cli._output import table
+    from vit2linear.sizes import show_size
 
     rows = [
         [
             m.name,
-            str(m.size),
+            show_size((m.size, m.width)),
             f"{m.tokens:,}",
             f"{m.images_per_second:.2f}",
             f"{m.against_softmax:.2f}x",

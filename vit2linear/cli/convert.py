@@ -18,9 +18,14 @@ if TYPE_CHECKING:
 def convert(
     source: Annotated[
         str | None,
-        typer.Argument(help="demo, a Hub id, a folder, a timm name, hf-hub:ID or local-dir:PATH.", show_default=False),
+        typer.Argument(
+            help="demo, a Hub id, a folder or file, a timm name, hf-hub:ID or local-dir:PATH.", show_default=False
+        ),
     ] = None,
     op: Annotated[str | None, typer.Option(help="Operator for every site, such as relu or elu.")] = None,
+    sites: Annotated[
+        str | None, typer.Option(help="Only at sites whose path matches, such as 'blocks.[0-8].attn'.")
+    ] = None,
     option: Annotated[
         list[str] | None, typer.Option(help="Option of the operator, KEY=VALUE; may be repeated. See ops show.")
     ] = None,
@@ -42,7 +47,8 @@ def convert(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; read no weights, write nothing.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in the output folder.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,
-    img_size: Annotated[int | None, typer.Option(help="Side of the input in pixels.")] = None,
+    arch: o.Arch = None,
+    img_size: o.ImgSize = None,
     batch_size: o.BatchSize = None,
     workers: o.Workers = None,
     num_samples: o.EvalSamples = None,
@@ -56,11 +62,13 @@ def convert(
     """Convert a pretrained Softmax ViT: swap the attention, copy the rest, distil, evaluate, write."""
     with exit_codes():
         from vit2linear.recipe import Recipe, override, read_recipe
+        from vit2linear.sizes import parse_size
 
         request = read_recipe(recipe) if recipe is not None else Recipe()
         options = dict(o.key_value(text) for text in option or []) or None
         given = {
             "op": op,
+            "sites": sites,
             "options": options,
             "local": local,
             "center_keys": center_keys,
@@ -74,7 +82,8 @@ def convert(
             request,
             source__model=source,
             source__revision=revision,
-            source__img_size=img_size,
+            source__arch=arch,
+            source__img_size=parse_size(img_size) if img_size is not None else None,
             convert=rules,
             distill__steps=distill_steps,
             distill__batch_size=batch_size,
@@ -127,12 +136,13 @@ def _plan_json(prepared: Prepared) -> dict[str, object]:
 
 
 def _show_plan(prepared: Prepared) -> None:
-    from vit2linear.cli._output import err, out, plan_table
+    from vit2linear.cli._output import err, out, sites_table
+    from vit2linear.probe import plan_to_json
 
     commit = f" at {prepared.ref.repo.commit[:12]}" if prepared.ref.repo is not None else ""
     size = "x".join(map(str, prepared.data_config["input_size"]))
     err.print(f"{prepared.ref.name}{commit}: {prepared.spec.architecture}, input {size}", markup=False)
-    out.print(plan_table(prepared.plan, prepared.probe))
+    out.print(sites_table("Plan", plan_to_json(prepared.plan, prepared.probe)))
     for note in prepared.notes:
         err.print(note, markup=False)
     recipe = prepared.recipe

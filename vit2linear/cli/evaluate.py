@@ -22,6 +22,7 @@ def evaluate(
     ] = None,
     data: o.Data = None,
     teacher: Annotated[str | None, typer.Option(help="Where the source is, if its folder has moved.")] = None,
+    img_size: o.ImgSize = None,
     batch_size: o.BatchSize = None,
     workers: o.Workers = None,
     num_samples: o.EvalSamples = None,
@@ -35,8 +36,9 @@ def evaluate(
 
         from vit2linear import finished
         from vit2linear.artifact import open_artifact
-        from vit2linear.cli._output import err, out, print_json
+        from vit2linear.cli._output import TerminalReporter, err, out, print_json
         from vit2linear.recipe import Recipe, override
+        from vit2linear.sizes import parse_size
 
         request = override(
             Recipe(),
@@ -56,6 +58,8 @@ def evaluate(
             workers=request.data.workers,
             limit=request.data.eval_samples,
             device=device or "auto",
+            size=parse_size(img_size) if img_size is not None else None,
+            reporter=TerminalReporter(),
         )
         if json:
             print_json({"model": artifact.name, **dataclasses.asdict(report)})

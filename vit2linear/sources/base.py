@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from safetensors import SafetensorError
-from timm.models import load_state_dict
 from torch import Tensor
 
 from vit2linear import hub
-from vit2linear.errors import SourceNotFoundError, UnsupportedModelError, WeightsError
+from vit2linear.errors import SourceNotFoundError, UnsupportedModelError
+from vit2linear.sources._weights import SUFFIXES, read
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+"""Names under which weights are looked for, in this order."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class ModelRef:
     repo: hub.RepoInfo | None = None
     registry_name: str | None = None
     """timm's name, where the source was named so; its registry then describes the model."""
+    arch: str | None = None
+    """timm's name as the user states it, for weights that no config describes."""
+    weights_name: str | None = None
+    """The weights, where the source is that one file in ``folder``."""
 
     def file(self, filename: str) -> Path | None:
         """A local path of one of the source's files (downloaded if need be), or ``None`` if it has none."""
@@ -49,31 +54,56 @@ class ModelRef:
             raise UnsupportedModelError(f"{filename} of {self.name!r} is not a JSON object.")
         return value
 
-    def weights_file(self) -> Path:
-        """Where the weights are."""
-        for filename in ("model.safetensors", "pytorch_model.bin"):
+    def weights_files(self) -> list[Path]:
+        """Where the weights are: one file, or the shards that an index lists.
+
+        Raises:
+            SourceNotFoundError: nowhere, or in one of several files that could be meant.
+        """
+        for filename in (self.weights_name,) if self.weights_name else WEIGHTS:
             path = self.file(filename)
             if path is not None:
-                return path
-        raise SourceNotFoundError(
-            f"{self.name!r} has no weights.", "Expected model.safetensors or pytorch_model.bin beside config.json."
-        )
+                return [path]
+            index = self.json(f"{filename}.index.json")
+            if index is not None:
+                return [self._shard(shard) for shard in sorted(set(index["weight_map"].values()))]
+        others = [name for name in self.filenames if name.endswith(SUFFIXES)]
+        if len(others) == 1 and (path := self.file(others[0])) is not None:
+            return [path]
+        if others:
+            raise SourceNotFoundError(
+                f"{self.name!r} has no weights of a usual name.", f"Name one: {', '.join(others)}."
+            )
+        raise SourceNotFoundError(f"{self.name!r} has no weights.", f"Expected {' or '.join(WEIGHTS[:2])}.")
+
+    @property
+    def filenames(self) -> list[str]:
+        """The names of all files at the top."""
+        if self.repo is not None:
+            return [name for name in self.repo.files if "/" not in name]
+        assert self.folder is not None
+        return sorted(path.name for path in self.folder.iterdir() if path.is_file())
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights as stored; nothing in the file is executed. timm strips the prefixes of wrappers."""
-        path = self.weights_file()
-        try:
-            weights: dict[str, Tensor] = load_state_dict(str(path), weights_only=True)
-        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
-            raise WeightsError(f"{path.name} of {self.name!r} cannot be read: {str(error).splitlines()[0]}.") from error
-        return weights
+        """The weights as stored; nothing in the files is executed. timm strips the prefixes of wrappers."""
+        return read(self.name, self.weights_files())
 
     def record(self) -> dict[str, Any]:
         """What the artifact stores to find exactly this source again."""
+        record = {"name": self.name} | ({"arch": self.arch} if self.arch else {})
         if self.repo is not None:
-            return {"name": self.name, "repo": self.repo.repo, "commit": self.repo.commit}
-        with self.weights_file().open("rb") as file:
-            return {"name": self.name, "weights_sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+            return {**record, "repo": self.repo.repo, "commit": self.repo.commit}
+        digest = hashlib.sha256()
+        for path in self.weights_files():
+            with path.open("rb") as file:
+                hashlib.file_digest(file, lambda: digest)
+        return {**record, "weights_sha256": digest.hexdigest()}
+
+    def _shard(self, filename: str) -> Path:
+        path = self.file(filename)
+        if path is None:
+            raise SourceNotFoundError(f"{self.name!r} lacks {filename}, which its index lists.", "Download it again.")
+        return path
 
 
 @dataclass(frozen=True)
@@ -83,19 +113,24 @@ class ModelSpec:
     architecture: str
     """timm architecture."""
     model_args: dict[str, Any]
-    """JSON-only arguments of that architecture; ``norm_eps`` stands for a norm layer with that epsilon."""
+    """JSON-only arguments of that architecture, and of ours around it: ``norm_eps`` and ``head``."""
     pretrained_cfg: dict[str, Any]
     """timm's description of input, preprocessing, classes and licence."""
     notes: tuple[str, ...] = field(default=())
     """What the user should know about how the source was read."""
+    dtype: str = "float32"
+    """Type of the weights in the source, whatever they are computed in: what its config says, then what was read."""
 
 
 class Layout(ABC):
     """One checkpoint layout. One file in ``sources/`` each."""
 
+    config_file: ClassVar[str] = "config.json"
+    """The file that describes the model."""
+
     @abstractmethod
     def matches(self, config: dict[str, Any]) -> bool:
-        """Whether ``config.json`` is of this layout."""
+        """Whether ``config_file`` is of this layout."""
 
     @abstractmethod
     def spec(self, ref: ModelRef) -> ModelSpec:

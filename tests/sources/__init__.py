@@ -1,0 +1,1 @@
+"""Layouts against the libraries that wrote the checkpoints."""

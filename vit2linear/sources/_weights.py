@@ -1,0 +1,91 @@
+"""Reading files of weights, without executing anything in them."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from timm.models import clean_state_dict, load_state_dict
+from torch import Tensor
+
+from vit2linear.errors import WeightsError
+
+SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar")
+"""Files that may hold weights."""
+
+_WRAPPERS = ("model", "state_dict", "module", "model_state", "encoder")
+"""Names under which training checkpoints keep the weights; the last is I-JEPA's."""
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def read(name: str, paths: Sequence[Path]) -> dict[str, Tensor]:
+    """The weights in all ``paths``, as stored; what wraps them (``model.``, ``module.``, ``_orig_mod.``) is taken off.
+
+    Raises:
+        WeightsError: a file of the source called ``name`` is broken, or holds more than weights.
+    """
+    weights: dict[str, Tensor] = {}
+    for path in paths:
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "'torch.load' received a zip file")  # and the error says it again
+                weights |= _unwrapped(load_state_dict(str(path), weights_only=True))
+        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, KeyError, AttributeError) as error:
+            raise _unreadable(name, path, error) from error
+    if not weights:
+        raise WeightsError(f"{paths[0].name} of {name!r} holds no weights.")
+    return weights
+
+
+def _unwrapped(stored: Any) -> dict[str, Tensor]:
+    """The weights inside a training checkpoint, without what is none."""
+    inner = next((stored[key] for key in _WRAPPERS if isinstance(stored.get(key), dict)), None)
+    if inner is not None:
+        return _unwrapped(clean_state_dict(inner))
+    return {key: value for key, value in stored.items() if isinstance(value, Tensor)}
+
+
+def in_float32(name: str, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
+    """The weights in float32, and the type that most of them had.
+
+    Raises:
+        WeightsError: a type that numbers cannot be read from by themselves, such as float8 with scales elsewhere.
+    """
+    sizes: dict[torch.dtype, int] = {}
+    converted = {}
+    for key, value in weights.items():
+        converted[key] = value
+        if value.is_floating_point():
+            if value.dtype not in _FLOATS:
+                raise WeightsError(f"{key!r} of {name!r} is {value.dtype}.", "Quantised weights are not supported.")
+            converted[key] = value.float()
+            sizes[value.dtype] = sizes.get(value.dtype, 0) + value.numel()
+    most = max(sizes, key=sizes.__getitem__, default=torch.float32)
+    return converted, str(most).removeprefix("torch.")
+
+
+def _unreadable(name: str, path: Path, error: Exception) -> WeightsError:
+    message = str(error)
+    if "TorchScript" in message:
+        return WeightsError(
+            f"{path.name} of {name!r} is a TorchScript archive, which holds a program.",
+            "Where you trust it, save torch.jit.load(FILE).state_dict() as safetensors.",
+        )
+    if "weights_only" in message or isinstance(error, pickle.UnpicklingError):
+        try:
+            found = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+        except Exception:  # not a checkpoint at all
+            found = []
+        if found:
+            return WeightsError(
+                f"{path.name} of {name!r} holds Python objects besides weights ({', '.join(sorted(found))}); "
+                "they could run code and are not loaded.",
+                "Where you trust it, save its state dict as safetensors.",
+            )
+    return WeightsError(f"{path.name} of {name!r} cannot be read: {(message.splitlines() or ['empty'])[0]}.")
