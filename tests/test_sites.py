@@ -129,6 +129,15 @@ def test_losses_are_refused_until_they_are_accepted(name: str, args: dict[str, A
     assert make_plan(model, [Rule(drop=tuple(plan.losses))]).operators == plan.operators
 
 
+@pytest.mark.parametrize(("name", "args"), CASES)
+def test_plans_are_probed_without_weights(name: str, args: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        skeleton = timm.create_model(name, **args)
+    plan = relu_plan(skeleton)
+    probed = probe(skeleton, plan)
+    assert set(probed.sites) == {s.site.path for s in plan.replaced} and probed.flops > 0
+
+
 @pytest.mark.parametrize("op", [n for n in OPERATORS.names() if n != "softmax"])
 @pytest.mark.parametrize(("name", "args"), FIRST)
 def test_every_operator_at_every_kind(name: str, args: dict[str, Any], op: str) -> None:

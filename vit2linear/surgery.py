@@ -245,6 +245,8 @@ def apply(model: nn.Module, operators: dict[str, dict[str, Any]]) -> nn.Module:
         if module is None or name is None:
             raise SurgeryError(f"{path!r} is not a softmax attention module of this {type(model).__name__}.")
         kind: SiteKind = SITES.get(name)().at(model, path)
+        for setting, value in kind.settings.items():
+            setattr(model, setting, value)
         prefix, source = kind.num_prefix(model, path), kind.grid_source(model, path)
         ref = GridRef(prefix) if source is None else refs.setdefault((*source, prefix), GridRef(prefix, source[1]))
         reference = next(module.parameters())
