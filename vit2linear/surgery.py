@@ -6,7 +6,7 @@ Nothing is changed before the plan is whole, so a bad rule costs nothing and bre
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -165,7 +165,10 @@ def _plan_site(model: nn.Module, site: Site, rule: Rule) -> SitePlan:
     )
     with torch.device("meta"):
         op = make_operator(plan.entry, site.geometry)
-    missing = {name: f for name, f in kind.features(module).items() if f.needs not in op.carries}
+    features = kind.features(module)
+    if rule.local != "none":
+        _check_local(site, features)
+    missing = {name: f for name, f in features.items() if f.needs not in op.carries}
     for name, feature in missing.items():
         if not feature.droppable or not {ALL, name} & set(rule.drop):
             raise _cannot_carry(site, rule.op, name, feature)
@@ -173,8 +176,18 @@ def _plan_site(model: nn.Module, site: Site, rule: Rule) -> SitePlan:
     return replace(plan, drop=words, drop_keys=dropped_names(kind, module, words))
 
 
+def _check_local(site: Site, features: Mapping[str, Feature]) -> None:
+    for name, feature in features.items():
+        if feature.needs == "pooling":
+            raise SurgeryError(
+                f"{site.path}: local adds what lies around a query's own value, but there are none there, {name}: "
+                f"{feature.words}.",
+                "Leave local out there, by a rule of its own for these sites in a recipe.",
+            )
+
+
 def _cannot_carry(site: Site, op: str, name: str, feature: Feature) -> SurgeryError:
-    able = ", ".join(n for n in OPERATORS.names() if feature.needs in OPERATORS.get(n).carries)
+    able = ", ".join(n for n in OPERATORS.names() if n != op and feature.needs in OPERATORS.get(n).carries)
     accept = f"accept the loss with --drop {name} (in Python: drop={{{name!r}}}) and let distillation recover it, "
     return SurgeryError(
         f"{site.path}: the operator {op!r} cannot carry what the source has there, {name}: {feature.words}.",

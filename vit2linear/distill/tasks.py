@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from vit2linear.errors import DistillError
@@ -24,11 +25,19 @@ def run(model: nn.Module, pixels: Tensor, sites: Mapping[str, LinearAttention]) 
     """One forward of a timm model with the outputs of ``sites`` kept."""
     outputs = Outputs()
     with _captured(sites, outputs):
-        outputs.tokens = model.forward_features(pixels)  # type: ignore[operator]
-    outputs.pooled = model.forward_head(outputs.tokens, pre_logits=True)  # type: ignore[operator]
+        features = model.forward_features(pixels)  # type: ignore[operator]
+    outputs.tokens = _as_tokens(features, getattr(model, "output_fmt", "NCHW"))
+    outputs.pooled = model.forward_head(features, pre_logits=True)  # type: ignore[operator]
     if model.num_classes:
-        outputs.logits = model.forward_head(outputs.tokens)  # type: ignore[operator]
+        outputs.logits = model.forward_head(features)  # type: ignore[operator]
     return outputs
+
+
+def _as_tokens(features: Tensor, layout: str) -> Float[Tensor, "batch tokens channels"]:
+    """Features as tokens, where timm leaves them as a map in the layout that the model names."""
+    if features.ndim == 3:
+        return features
+    return features.flatten(1, 2) if layout == "NHWC" else features.flatten(2).transpose(1, 2)
 
 
 class Task(ABC):
