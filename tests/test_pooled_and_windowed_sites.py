@@ -67,7 +67,7 @@ def test_operators_that_need_one_set_of_tokens_are_refused(module: str) -> None:
 @pytest.mark.parametrize("module", POOLED)
 def test_local_is_refused_where_tokens_are_pooled(module: str) -> None:
     model = first(module)
-    with pytest.raises(SurgeryError, match=rf"local adds what .*{POOLED[module]}"):
+    with pytest.raises(SurgeryError, match=rf"local convolves .*{POOLED[module]}"):
         linearize(model, "relu", local="dwc3", drop="all")
     rules = []
     for site in find_sites(model):

@@ -180,7 +180,7 @@ def _check_local(site: Site, features: Mapping[str, Feature]) -> None:
     for name, feature in features.items():
         if feature.needs == "pooling":
             raise SurgeryError(
-                f"{site.path}: local adds what lies around a query's own value, but there are none there, {name}: "
+                f"{site.path}: local convolves the values around each query, whose own value is not there, {name}: "
                 f"{feature.words}.",
                 "Leave local out there, by a rule of its own for these sites in a recipe.",
             )
