@@ -95,7 +95,7 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
         distill__steps=recipe.distill.steps if recipe.distill.steps is not None else 300 if ref.name == DEMO else 2000,
         data__path=recipe.data.path or default_images(ref.name),
     )
-    width = plan.sites[0].site.geometry.width
+    width = max(s.site.geometry.width for s in plan.sites)  # that of the last stage, where there are stages
     recipe = dataclasses.replace(recipe, distill=recipe.distill.at_width(width))
     artifact.check_output(Path(str(recipe.output.dir)), overwrite)
     data_config = resolve_model_data_config(skeleton)
