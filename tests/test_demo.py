@@ -48,7 +48,9 @@ def shuffle_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     def shuffled(weights: Any, student: Outputs, teacher: Outputs) -> torch.Tensor:
         sites = {path: rolled(y) for path, y in teacher.sites.items()}
         return total_loss(
-            weights, student, Outputs(sites, *map(rolled, (teacher.tokens, teacher.pooled, teacher.logits)))
+            weights,
+            student,
+            Outputs(sites, tuple(map(rolled, teacher.tokens)), rolled(teacher.pooled), rolled(teacher.logits)),
         )
 
     monkeypatch.setattr(tasks, "total_loss", shuffled)

@@ -162,14 +162,15 @@ def test_losses_vanish_at_the_teacher_and_do_not_depend_on_its_units(name: str) 
     def outputs(scale: float = 1.0) -> Outputs:
         return Outputs(
             {"a": scale * torch.randn(2, 5, 8)},
-            scale * torch.randn(2, 5, 8),
+            (scale * torch.randn(2, 5, 8), scale * torch.randn(2, 3, 4)),
             scale * torch.randn(2, 8),
             torch.randn(2, 3),
         )
 
     def scaled(o: Outputs) -> Outputs:
-        assert o.tokens is not None and o.pooled is not None
-        return Outputs({p: 100 * y for p, y in o.sites.items()}, 100 * o.tokens, 100 * o.pooled, o.logits)
+        assert o.pooled is not None
+        tokens = tuple(100 * t for t in o.tokens)
+        return Outputs({p: 100 * y for p, y in o.sites.items()}, tokens, 100 * o.pooled, o.logits)
 
     student, teacher = outputs(), outputs()
     value = LOSSES[name](student, teacher)

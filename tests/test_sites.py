@@ -78,6 +78,25 @@ def test_a_converted_model_is_audited_written_and_read_back(name: str, args: dic
         assert all(torch.equal(a, b) for a, b in zip(before, tensors(again(x)), strict=True))
 
 
+@pytest.mark.parametrize("exact", [KEEP, "softmax"])
+@pytest.mark.parametrize(("name", "args"), FIRST)
+def test_exact_sites_beside_linear_ones(name: str, args: dict[str, Any], exact: str, tmp_path: Path) -> None:
+    """Every second site keeps its softmax, and with it all that linear operators cannot carry."""
+    model = families.build(name, **args)
+    kept = [s.path for s in find_sites(model)][::2]
+    plan = make_plan(model, [*(Rule(op=exact, sites=path) for path in kept), Rule(drop=("all",))])
+    student = apply_plan(model, plan).eval()
+    found = audit(model.state_dict(), student, plan, trained=False)
+    assert found.softmax_left == len(kept) and not any(
+        k.startswith(tuple(f"{p}." for p in kept)) for k in found.dropped
+    )
+    timm.models.save_for_hf(student, str(tmp_path), safe_serialization=True)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    x = pixels(model)
+    with torch.no_grad():
+        assert all(torch.equal(a, b) for a, b in zip(tensors(student(x)), tensors(again(x)), strict=True))
+
+
 @pytest.mark.parametrize(("name", "args"), CASES)
 def test_two_steps_of_each_stage(name: str, args: dict[str, Any]) -> None:
     model = families.build(name, **args)
@@ -108,6 +127,15 @@ def test_losses_are_refused_until_they_are_accepted(name: str, args: dict[str, A
             linearize(model, "relu", drop=set(plan.losses) - {feature})
         assert feature in str(refusal.value)
     assert make_plan(model, [Rule(drop=tuple(plan.losses))]).operators == plan.operators
+
+
+@pytest.mark.parametrize(("name", "args"), CASES)
+def test_plans_are_probed_without_weights(name: str, args: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        skeleton = timm.create_model(name, **args)
+    plan = relu_plan(skeleton)
+    probed = probe(skeleton, plan)
+    assert set(probed.sites) == {s.site.path for s in plan.replaced} and probed.flops > 0
 
 
 @pytest.mark.parametrize("op", [n for n in OPERATORS.names() if n != "softmax"])

@@ -166,7 +166,7 @@ def flops(job: Job, name: str, size: Size) -> int:
     with torch.device("meta"):
         model = job.model(name, size)
         pixels = torch.randn(1, model.in_chans, *size)  # type: ignore[call-overload]
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
+        with FlopCounterMode(display=False) as counter, torch.enable_grad():  # as in probe.count_flops
             model(pixels)
     return int(counter.get_total_flops())
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit2linear.data import Batch
-from vit2linear.distill.tasks import run
+from vit2linear.distill.tasks import has_head, last_features, pooled_feature, run
 from vit2linear.errors import DataError
 from vit2linear.losses import Outputs, unexplained
 from vit2linear.site import sites_of
@@ -51,6 +51,20 @@ class EvalReport:
     """Student's images/s over the teacher's, medians of interleaved batches."""
     site_errors: dict[str, float] = field(default_factory=dict)
     """Unexplained energy of each site's output in the running student: 0 is equal, 1 is as bad as zero."""
+
+    @property
+    def summary(self) -> str:
+        """The comparison in one line."""
+        parts = [f"{self.images:,} images"]
+        for title, key in (("top-1", "top1"), ("10-NN", "knn")):
+            teacher, student = getattr(self.teacher, key), getattr(self.student, key)
+            if teacher is not None and student is not None:
+                parts.append(f"{title} {student:.2f}% (teacher {teacher:.2f}%)")
+        if self.agreement is not None:
+            parts.append(f"agreement {self.agreement:.2f}%")
+        if self.neighbour_agreement is not None:
+            parts.append(f"neighbours shared {self.neighbour_agreement:.2f}%")
+        return ", ".join([*parts, f"feature cosine {self.feature_cosine:.4f}"])
 
 
 @dataclass
@@ -129,12 +143,12 @@ def compare(
 @torch.inference_mode()
 def _forward(model: nn.Module, pixels: Tensor, kept: _Kept) -> None:
     start = time.perf_counter()
-    tokens = model.forward_features(pixels)  # type: ignore[operator]
-    outputs = model.forward_head(tokens)  # type: ignore[operator]
+    features = last_features(model, pixels)
+    outputs = model.forward_head(features) if has_head(model) else features  # type: ignore[operator]
     if pixels.device.type == "cuda":
         torch.cuda.synchronize()
     kept.rates.append(len(pixels) / (time.perf_counter() - start))
-    kept.pooled.append(model.forward_head(tokens, pre_logits=True).cpu())  # type: ignore[operator]
+    kept.pooled.append(pooled_feature(model, features).cpu())
     if model.num_classes:
         kept.top.append(outputs.topk(min(5, outputs.shape[-1]), dim=-1).indices.cpu())
 

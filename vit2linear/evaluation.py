@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vit2linear.classes import match_classes
 from vit2linear.compare import EvalReport, compare
@@ -50,6 +50,10 @@ class Judge:
             class_map=self.class_map,
             bank=self._bank(limit) if headless and images.classes is not None else None,
         )
+
+    def sample(self, count: int) -> Tensor:
+        """At most ``count`` training images as they are evaluated, always the same ones."""
+        return torch.cat([pixels for pixels, _ in self._batches(self.sets.train, count)])
 
     def _batches(self, images: Images, limit: int | None) -> Iterator[Batch]:
         return eval_batches(images, eval_view(self.data_config), self.batch_size, limit, self.workers)

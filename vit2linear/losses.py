@@ -24,8 +24,8 @@ class Outputs:
 
     sites: dict[str, Float[Tensor, "batch tokens channels"]] = field(default_factory=dict)
     """Attention outputs after the output projection, before the residual, by site path."""
-    tokens: Float[Tensor, "batch tokens channels"] | None = None
-    """Final features, after the final norm."""
+    tokens: tuple[Float[Tensor, "batch _ _"], ...] = ()
+    """Final features, after the final norm: one tensor, or one of each branch."""
     pooled: Float[Tensor, "batch channels"] | None = None
     """What the head reads."""
     logits: Float[Tensor, "batch classes"] | None = None
@@ -72,13 +72,10 @@ def feature(student: Outputs, teacher: Outputs) -> Tensor:
 
     The form of IronViT (arXiv 2609.29252, phase II-B), made unit-free.
     """
-    assert student.tokens is not None and teacher.tokens is not None
     assert student.pooled is not None and teacher.pooled is not None
-    s, t = student.tokens.float(), teacher.tokens.float()
-    rms = t.square().mean((1, 2), keepdim=True).sqrt().clamp_min(1e-6)
-    angle = 1 - F.cosine_similarity(s, t, dim=-1).mean()
+    tokens = [_token_distance(s.float(), t.float()) for s, t in zip(student.tokens, teacher.tokens, strict=True)]
     pooled = 1 - F.cosine_similarity(student.pooled.float(), teacher.pooled.float(), dim=-1).mean()
-    return 0.9 * angle + 0.1 * F.smooth_l1_loss(s / rms, t / rms) + pooled
+    return torch.stack(tokens).mean() + pooled
 
 
 @loss
@@ -89,3 +86,9 @@ def logits(student: Outputs, teacher: Outputs) -> Tensor:
     s = F.log_softmax(student.logits.float() / temperature, -1)
     t = F.log_softmax(teacher.logits.float() / temperature, -1)
     return temperature**2 * F.kl_div(s, t, reduction="batchmean", log_target=True)
+
+
+def _token_distance(s: Tensor, t: Tensor) -> Tensor:
+    rms = t.square().mean((1, 2), keepdim=True).sqrt().clamp_min(1e-6)
+    angle = 1 - F.cosine_similarity(s, t, dim=-1).mean()
+    return 0.9 * angle + 0.1 * F.smooth_l1_loss(s / rms, t / rms)

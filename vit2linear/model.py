@@ -160,13 +160,18 @@ def _create(spec: ModelSpec, pretrained: bool, **overlay: Any) -> nn.Module:
 
 @contextmanager
 def _building_with(operators: dict[str, dict[str, Any]], norm_eps: float | None, head: str | None) -> Iterator[None]:
-    """While open, every timm model is built as ``build`` says, after its constructor and before its weights.
+    """While open, timm models are built as ``build`` says, after their constructor and before their weights.
 
     timm's entry points choose class, checkpoint filter and feature config themselves and hand them to
     ``build_model_with_cfg``; that call is where the changes go in, so that everything the base knows keeps working.
     """
 
-    def build_converted(model_cls: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> Any:
+    def build_converted(model_cls: Callable[..., nn.Module], variant: str, pretrained: bool, **kwargs: Any) -> Any:
+        if kwargs.keys().isdisjoint(("pretrained_cfg", "pretrained_cfg_overlay")):
+            # A backbone that the entry point makes for the model, the ResNet of a hybrid: no site lies in it, and its
+            # weights come with the model's.
+            return build_model_with_cfg(model_cls, variant, False, **kwargs)
+
         def make(**kw: Any) -> nn.Module:
             model: nn.Module = with_head(model_cls, head)(**kw)
             for norm in model.modules():
@@ -174,7 +179,7 @@ def _building_with(operators: dict[str, dict[str, Any]], norm_eps: float | None,
                     norm.eps = norm_eps
             return apply(model, operators)
 
-        return build_model_with_cfg(make, *args, **kwargs)
+        return build_model_with_cfg(make, variant, pretrained, **kwargs)
 
     with _patching:
         modules = [

@@ -27,9 +27,10 @@ class Operator(nn.Module, ABC):
     """What somebody who converts a model should know: how it differs from the paper's code, what becomes of weights."""
     cost: ClassVar[str] = "2 N d^2"
     """Multiplications of one head for N tokens and head width d, in the order that long sequences take."""
-    carries: ClassVar[frozenset[str]] = frozenset({"key_mask"})
+    carries: frozenset[str] = frozenset({"key_mask"})
     """What the operator takes into account besides q, k and v: ``key_mask``, ``bias`` (on pairs of tokens),
-    ``head_mix`` (talking heads), ``pooling`` (queries and keys that are different tokens)."""
+    ``head_mix`` (talking heads), ``pooling`` (queries and keys that are different tokens, and neither of them those of
+    the grid and the input in the context). An instance may carry less, if its options say so."""
     linear: ClassVar[bool] = True
     """Whether the cost grows linearly with the number of tokens."""
     has_map: ClassVar[bool] = True

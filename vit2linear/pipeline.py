@@ -1,7 +1,7 @@
 """``convert``: the only file that knows the order of the steps.
 
-resolve, plan on the meta device, probe the images (the dry run stops here) - load, surgery, stage ``attention``, stage
-``feature``, audit, evaluate, write, reload and compare, rename.
+resolve, plan on the meta device, probe the images (the dry run stops here) - load, surgery, calibrate, stage
+``attention``, stage ``feature``, audit, evaluate, write, reload and compare, rename.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import vit2linear
 from vit2linear import artifact, card, model
 from vit2linear.artifact import Artifact
 from vit2linear.audit import audit
-from vit2linear.compare import EvalReport
 from vit2linear.data import train_batches, train_view
 from vit2linear.devices import accelerator_for
+from vit2linear.distill.calibrate import CalibrationReport, calibrate
 from vit2linear.distill.loop import StageReport, run_stage, split_steps
 from vit2linear.errors import RecipeError
 from vit2linear.evaluation import Judge, default_images, open_judge
@@ -95,7 +95,7 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
         distill__steps=recipe.distill.steps if recipe.distill.steps is not None else 300 if ref.name == DEMO else 2000,
         data__path=recipe.data.path or default_images(ref.name),
     )
-    width = plan.sites[0].site.geometry.width
+    width = max(s.site.geometry.width for s in plan.sites)  # that of the last stage, where there are stages
     recipe = dataclasses.replace(recipe, distill=recipe.distill.at_width(width))
     artifact.check_output(Path(str(recipe.output.dir)), overwrite)
     data_config = resolve_model_data_config(skeleton)
@@ -135,20 +135,26 @@ def convert(
     teacher = apply_plan(loaded.module, plan.with_operator("softmax")).to(accelerator.device).eval()
     student = apply_plan(loaded.module, plan).to(accelerator.device).eval()
     todo = {stage: count for stage, count in split_steps(recipe.distill, steps).items() if count}
+    moments = ["before training", *(["after calibration"] if recipe.distill.calibration.images else [])]
+    moments += [f"after stage {stage}" for stage in todo]
+    calibrated: CalibrationReport | None = None
     stages: list[StageReport] = []
     history: list[dict[str, Any]] = []
-    for moment, (stage, count) in enumerate([("none", 0), *todo.items()]):
-        if count:
-            stages.append(_stage(stage, count, teacher, student, prepared, judge, accelerator, reporter))
+    for moment in moments:
+        stage = moment.removeprefix("after stage ")
+        if moment == "after calibration":
+            pixels = judge.sample(recipe.distill.calibration.images)
+            calibrated = calibrate(teacher, student, pixels, recipe.distill.calibration, reporter)
+        elif stage in todo:
+            stages.append(_stage(stage, todo[stage], teacher, student, prepared, judge, accelerator, reporter))
         if accelerator.is_main_process:
-            report = judge(teacher, student, None if moment == len(todo) else MONITOR_IMAGES)
-            name = f"after stage {stage}" if count else "before training"
-            reporter.say(f"{name}: {summary(report)}")
-            history.append({"moment": name, "images": report.images, "student": dataclasses.asdict(report.student)})
+            report = judge(teacher, student, None if moment == moments[-1] else MONITOR_IMAGES)
+            reporter.say(f"{moment}: {report.summary}")
+            history.append({"moment": moment, "images": report.images, "student": dataclasses.asdict(report.student)})
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process:
         return Artifact(f"local-dir:{prepared.output}", {}, prepared.output)
-    audited = audit(source, student, plan, trained=bool(stages))
+    audited = audit(source, student, plan, trained=bool(stages) or calibrated is not None)
     licence = card.license_of(prepared.ref, prepared.spec.pretrained_cfg, recipe.output.license)
     if licence.get("license_name") == "unknown":
         reporter.say("The source states no licence, so the card says 'unknown'; state it with --license.")
@@ -165,6 +171,7 @@ def convert(
         "data": {"path": recipe.data.path, "held_out": judge.sets.held_out, "ignore_labels": ignore_labels},
         "plan": plan_to_json(plan, prepared.probe),
         "audit": dataclasses.asdict(audited),
+        "calibration": dataclasses.asdict(calibrated) if calibrated is not None else None,
         "stages": [dataclasses.asdict(s) for s in stages],
         "history": history,
         "evaluation": dataclasses.asdict(report),
@@ -173,20 +180,6 @@ def convert(
     portable = dataclasses.replace(recipe, output=dataclasses.replace(recipe.output, dir=None))
     text = card.render(prepared.output.name, prepared.ref, licence, plan, stages, report)
     return artifact.write(prepared.output, student, prepared.data_config, to_toml(portable), record, text)
-
-
-def summary(report: EvalReport) -> str:
-    """The comparison in one line."""
-    parts = [f"{report.images:,} images"]
-    for title, key in (("top-1", "top1"), ("10-NN", "knn")):
-        teacher, student = getattr(report.teacher, key), getattr(report.student, key)
-        if teacher is not None and student is not None:
-            parts.append(f"{title} {student:.2f}% (teacher {teacher:.2f}%)")
-    if report.agreement is not None:
-        parts.append(f"agreement {report.agreement:.2f}%")
-    if report.neighbour_agreement is not None:
-        parts.append(f"neighbours shared {report.neighbour_agreement:.2f}%")
-    return ", ".join([*parts, f"feature cosine {report.feature_cosine:.4f}"])
 
 
 def _stage(

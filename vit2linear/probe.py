@@ -66,7 +66,8 @@ def plan_to_json(plan: Plan, probed: Probe) -> list[dict[str, Any]]:
 
 def count_flops(model: nn.Module) -> int:
     """Floating-point operations of one image at the model's own size; ``model`` lies on the meta device."""
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    # With gradients: the counter stumbles over views of parameters that were made without (class tokens, expanded).
+    with FlopCounterMode(display=False) as counter, torch.enable_grad():
         model(example_pixels(model))
     return int(counter.get_total_flops())
 

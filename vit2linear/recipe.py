@@ -106,6 +106,18 @@ FEATURE_STAGE = Stage(
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """``[distill.calibration]``: the closed form before any training."""
+
+    images: int = 512
+    """Training images that are read once; a fifth of them only judges. 0: no calibration."""
+    ridges: tuple[float, ...] = (1e-3, 1e-1)
+    """Pulls towards the copied weights that are tried at every site, in units of the mean squared input."""
+    corrections: tuple[float, ...] = (0.0, 1.0)
+    """Shares of the residual stream's error so far that a site is asked to make good, all of them tried."""
+
+
+@dataclass(frozen=True)
 class DistillOptions:
     """``[distill]``: recovering the attention from the source, label-free."""
 
@@ -119,6 +131,7 @@ class DistillOptions:
     """Largest gradient norm."""
     augment: Literal["mild", "none"] = "mild"
     """``mild``: random resized crop (scale 0.7-1) and horizontal flip; ``none``: the evaluation view."""
+    calibration: Calibration = Calibration()
     attention: Stage = ATTENTION_STAGE
     feature: Stage = FEATURE_STAGE
 
@@ -187,6 +200,9 @@ class Recipe:
             ("distill.batch_size", d.batch_size, 1, None),
             ("distill.warmup", d.warmup, 0, 1),
             ("distill.clip", d.clip, 1e-12, None),
+            ("distill.calibration.images", d.calibration.images, 0, None),
+            ("distill.calibration.ridges", min(d.calibration.ridges, default=0), 1e-12, None),
+            ("distill.calibration.corrections", min(d.calibration.corrections, default=-1), 0, 1),
             ("data.workers", self.data.workers, 0, None),
             ("data.eval_samples", self.data.eval_samples, 1, None),
             ("run.seed", self.run.seed, 0, 2**32 - 1),

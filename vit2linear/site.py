@@ -55,6 +55,8 @@ class SiteKind(ABC):
     """Name of the child that is the output projection."""
     windowed: ClassVar[bool] = False
     """Whether ``project`` and ``merge`` can route over the whole map where the source routes inside windows."""
+    settings: ClassVar[Mapping[str, Any]] = {}
+    """Attributes of the model that change with its sites, such as the form in which it passes masks."""
     methods: ClassVar[Mapping[str, Callable[..., Any]]] = {}
     """Methods of the site instead of the replaced module's, where those cannot bear that something was dropped."""
 
@@ -80,7 +82,8 @@ class SiteKind(ABC):
 
     def grid_source(self, model: nn.Module, path: str) -> tuple[str, GridReader] | None:
         """The module whose forward tells the grid of the site at ``path``, and how; ``None``: the site knows itself."""
-        return ("patch_embed", patch_embedding_grid) if hasattr(model, "patch_embed") else None
+        name = patch_embedding_of(model, path)
+        return None if name is None else (name, patch_embedding_grid)
 
     def num_prefix(self, model: nn.Module, path: str) -> int:
         """Tokens before the patches."""
@@ -98,6 +101,10 @@ class SiteKind(ABC):
     @abstractmethod
     def merge(self, site: Any, heads: Float[Tensor, "batch heads tokens head_dim"], ctx: AttentionContext) -> Any:
         """Everything after the routing (norms, gates, output projection): what the replaced module returned."""
+
+    def answer(self, x: Tensor, output: Any) -> Tensor:
+        """The tokens that losses compare at a site, from the module's input and output: without a residual."""
+        return site_output(output)
 
 
 class LinearAttention(nn.Module):
@@ -171,6 +178,15 @@ class Site:
 def dropped_names(kind: SiteKind, module: nn.Module, dropped: Collection[str]) -> tuple[str, ...]:
     """Parameters and children of ``module`` that go with the features ``dropped``."""
     return tuple(n for name, feature in kind.features(module).items() if name in dropped for n in feature.parameters)
+
+
+def patch_embedding_of(model: nn.Module, path: str) -> str | None:
+    """Path of the ``patch_embed`` of the innermost module around ``path`` that has one."""
+    while path:
+        path = path.rpartition(".")[0]
+        if hasattr(model.get_submodule(path), "patch_embed"):
+            return f"{path}.patch_embed".lstrip(".")
+    return None
 
 
 def set_submodule(model: nn.Module, path: str, module: nn.Module | None) -> None:

@@ -6,7 +6,7 @@ Nothing is changed before the plan is whole, so a bad rule costs nothing and bre
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -178,12 +178,25 @@ def _plan_site(model: nn.Module, site: Site, rule: Rule) -> SitePlan:
     )
     with torch.device("meta"):
         op = make_operator(plan.entry, site.geometry)
-    missing = {n: f for n, f in kind.features(module).items() if f.missed(op.carries, plan.global_windows)}
+    features = kind.features(module)
+    if rule.local != "none":
+        _check_local(site, features)
+    missing = {n: f for n, f in features.items() if f.missed(op.carries, plan.global_windows)}
     for name, feature in missing.items():
         if not feature.droppable or not {ALL, name} & set(rule.drop):
             raise _cannot_carry(plan, name, feature)
     words = {name: feature.words for name, feature in missing.items()}
     return replace(plan, drop=words, drop_keys=dropped_names(kind, module, words))
+
+
+def _check_local(site: Site, features: Mapping[str, Feature]) -> None:
+    for name, feature in features.items():
+        if feature.needs == "pooling":
+            raise SurgeryError(
+                f"{site.path}: local convolves the values around each query, whose own value is not there, {name}: "
+                f"{feature.words}.",
+                "Leave local out there, by a rule of its own for these sites in a recipe.",
+            )
 
 
 def _cannot_carry(plan: SitePlan, name: str, feature: Feature) -> SurgeryError:
@@ -245,6 +258,8 @@ def apply(model: nn.Module, operators: dict[str, dict[str, Any]]) -> nn.Module:
         if module is None or name is None:
             raise SurgeryError(f"{path!r} is not a softmax attention module of this {type(model).__name__}.")
         kind: SiteKind = SITES.get(name)().at(model, path)
+        for setting, value in kind.settings.items():
+            setattr(model, setting, value)
         prefix, source = kind.num_prefix(model, path), kind.grid_source(model, path)
         ref = GridRef(prefix) if source is None else refs.setdefault((*source, prefix), GridRef(prefix, source[1]))
         reference = next(module.parameters())

@@ -29,7 +29,9 @@ def build(name: str, **args: Any) -> nn.Module:
     torch.manual_seed(0)
     model = timm.create_model(name, **args).eval()
     for parameter in model.parameters():
-        parameter.data.mul_(1.5)
-        if parameter.abs().max() < 0.05:  # what starts at nothing (biases, tables, layer scales) would hide mistakes
-            parameter.data.normal_(std=0.2)
+        data = parameter.data.mul_(1.5)
+        if data.abs().max() < 0.05:  # what starts at nothing (biases, tables, layer scales) would hide mistakes
+            data.normal_(std=0.2)
+        elif data.ndim == 2:  # an initial 0.02 would be hardly any logits in models as narrow as these
+            data.mul_(max(1.0, data.shape[1] ** -0.5 / float(data.square().mean().sqrt())))
     return model

@@ -18,23 +18,49 @@ from torch import Tensor, nn
 
 from vit2linear.errors import DistillError
 from vit2linear.losses import Outputs, total_loss
-from vit2linear.site import LinearAttention, site_output, sites_of
+from vit2linear.site import LinearAttention, sites_of
 
 
 def run(model: nn.Module, pixels: Tensor, sites: Mapping[str, LinearAttention]) -> Outputs:
     """One forward of a timm model with the outputs of ``sites`` kept."""
     outputs = Outputs()
     with _captured(sites, outputs):
-        features = model.forward_features(pixels)  # type: ignore[operator]
-    outputs.tokens = _as_tokens(features, getattr(model, "output_fmt", "NCHW"))
-    outputs.pooled = model.forward_head(features, pre_logits=True)  # type: ignore[operator]
+        features = last_features(model, pixels)
+    outputs.tokens = _tokens(model, features)
+    outputs.pooled = pooled_feature(model, features)
     if model.num_classes:
         outputs.logits = model.forward_head(features)  # type: ignore[operator]
     return outputs
 
 
+def has_head(model: nn.Module) -> bool:
+    """Whether ``forward_head`` works: timm's encoders for language models have neither it nor ``get_classifier``."""
+    return hasattr(model, "get_classifier")
+
+
+def last_features(model: nn.Module, pixels: Tensor) -> Any:
+    """What the head reads; of an encoder without one, what it gives out."""
+    return model.forward_features(pixels) if has_head(model) else model(pixels)  # type: ignore[operator]
+
+
+def pooled_feature(model: nn.Module, features: Any) -> Tensor:
+    """What the last layer of the head reads; of an encoder without one, the mean token."""
+    if not has_head(model):
+        return _tokens(model, features)[0].mean(1)
+    feature: Tensor = model.forward_head(features, pre_logits=True)  # type: ignore[operator]
+    return feature
+
+
+def _tokens(model: nn.Module, features: Any) -> tuple[Float[Tensor, "batch _ _"], ...]:
+    """The last features, one tensor of tokens for each branch of the model: mostly one."""
+    branches = features if isinstance(features, list | tuple) else (features,)
+    return tuple(_as_tokens(t, getattr(model, "output_fmt", "NCHW")) for t in branches)
+
+
 def _as_tokens(features: Tensor, layout: str) -> Float[Tensor, "batch tokens channels"]:
     """Features as tokens, where timm leaves them as a map in the layout that the model names."""
+    if features.ndim == 2:
+        return features[:, None]
     if features.ndim == 3:
         return features
     return features.flatten(1, 2) if layout == "NHWC" else features.flatten(2).transpose(1, 2)
@@ -83,8 +109,9 @@ class SiteTask(Task):
                 # The student's backbone does not run, so its grid comes from the teacher's.
                 site.grid_ref.grid = module.grid_ref.grid
                 with torch.enable_grad():
-                    mine = Outputs(sites={path: site_output(site(*args, **kwargs))})
-                    loss = total_loss(self.losses, mine, Outputs(sites={path: site_output(output)}))
+                    mine = Outputs(sites={path: site.kind.answer(args[0], site(*args, **kwargs))})
+                    target = Outputs(sites={path: module.kind.answer(args[0], output)})
+                    loss = total_loss(self.losses, mine, target)
                     if not torch.isfinite(loss):
                         raise DistillError(
                             f"the loss at site {path!r} is {loss.item()}.", "Lower distill.attention.lr."
@@ -138,8 +165,8 @@ class _StudentLoss(nn.Module):
 @contextmanager
 def _captured(sites: Mapping[str, LinearAttention], outputs: Outputs) -> Iterator[None]:
     def keep(path: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            outputs.sites[path] = site_output(output)
+        def hook(module: LinearAttention, args: Any, output: Any) -> None:
+            outputs.sites[path] = module.kind.answer(args[0], output)
 
         return hook
 

@@ -21,6 +21,7 @@ class EfficientAttention(PlainRule):
         "paper's code adds the input inside the module; in a ViT that is the block's residual."
     )
     cost = "2 N d^2"
+    carries = frozenset({"key_mask", "pooling"})
 
     def features(
         self,

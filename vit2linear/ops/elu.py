@@ -17,6 +17,7 @@ class ELUAttention(SumRule):
     family = "kernel"
     summary = "phi(x) = elu(x) + 1, rows sum to 1"
     reference = "Linear Transformer, arXiv 2006.16236"
+    carries = frozenset({"key_mask", "pooling"})
 
     def features(
         self,

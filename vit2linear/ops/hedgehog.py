@@ -27,6 +27,7 @@ class HedgehogAttention(SumRule):
         "numerically safe form of exp(y), exp(-y)."
     )
     cost = "6 N d^2"
+    carries = frozenset({"key_mask", "pooling"})
 
     def __init__(self, geometry: HeadGeometry, options: Any) -> None:
         super().__init__(geometry, options)

@@ -30,6 +30,7 @@ class InLineAttention(AffineRule):
         "zero at the start."
     )
     cost = "2 N d^2"
+    carries = frozenset({"key_mask", "pooling"})
 
     @dataclass(frozen=True)
     class Options(Operator.Options):
@@ -44,7 +45,10 @@ class InLineAttention(AffineRule):
             raise RecipeError(
                 f"operator 'inline': dyn3 needs a width ({geometry.width}) that {geometry.num_heads} heads divide."
             )
-        self.dyn3 = DynamicKernels(geometry) if options.dyn3 else None
+        self.dyn3 = None
+        if options.dyn3:
+            self.dyn3 = DynamicKernels(geometry)
+            self.carries = self.carries - {"pooling"}
 
     def features(
         self,

@@ -32,6 +32,7 @@ class LUNAAttention(SumRule):
         "positive, so that no feature starts dead."
     )
     cost = "2 N m (d + L d + h + h L)"
+    carries = frozenset({"key_mask", "pooling"})
 
     @dataclass(frozen=True)
     class Options(Operator.Options):

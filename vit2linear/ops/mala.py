@@ -23,6 +23,7 @@ class MALA(KernelOperator):
         "the first two are left out, since the copied model has positions and no gate."
     )
     cost = "2 N d^2"
+    carries = frozenset({"key_mask", "pooling"})
     eps = 1e-6
     """Floor of the row mean, as in the paper's code."""
 

@@ -32,6 +32,7 @@ class PerformerAttention(SumRule):
         "below 2 m tokens."
     )
     cost = "4 N m d"
+    carries = frozenset({"key_mask", "pooling"})
     eps = 1e-15
     """Floor of the row mean: features have one of their own, so the mean is positive but may be tiny."""
 

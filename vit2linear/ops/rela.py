@@ -24,7 +24,7 @@ class RectifiedAttention(Operator):
         "output instead."
     )
     cost = "2 N^2 d"
-    carries = frozenset({"key_mask", "bias"})
+    carries = frozenset({"key_mask", "bias", "pooling"})
     linear = False
 
     def forward(

@@ -17,6 +17,7 @@ class ReLUAttention(SumRule):
     family = "kernel"
     summary = "phi(x) = relu(x), rows sum to 1"
     reference = "EfficientViT, arXiv 2205.14756"
+    carries = frozenset({"key_mask", "pooling"})
 
     def features(
         self,

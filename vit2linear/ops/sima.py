@@ -23,6 +23,7 @@ class SimA(PlainRule):
         "says almost nothing, so it has to be distilled."
     )
     cost = "2 N d^2"
+    carries = frozenset({"key_mask", "pooling"})
 
     def features(
         self,

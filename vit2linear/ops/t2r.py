@@ -25,6 +25,7 @@ class T2RAttention(SumRule):
         "features and a random start. One map serves queries and keys of a head."
     )
     cost = "4 N d^2"
+    carries = frozenset({"key_mask", "pooling"})
 
     def __init__(self, geometry: HeadGeometry, options: Any) -> None:
         super().__init__(geometry, options)

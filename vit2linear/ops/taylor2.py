@@ -30,6 +30,7 @@ class SecondOrderTaylor(SumRule):
         "it takes some thousands of tokens more to be faster than softmax."
     )
     cost = "N d^3"
+    carries = frozenset({"key_mask", "pooling"})
 
     def features(
         self,

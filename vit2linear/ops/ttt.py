@@ -76,7 +76,7 @@ class TTTAttention(Operator):
 
     def _convolution(
         self, x: Float[Tensor, "batch tokens channels"], ctx: AttentionContext
-    ) -> Float[Tensor, "batch patches channels"]:
+    ) -> Float[Tensor, "batch patches outputs"]:
         """A depthwise convolution by the trained kernel of each image, mapped to the channels of the heads."""
         grid, prefix, dtype = ctx.patch_grid(), ctx.num_prefix, x.dtype
         qkv = linear(x[:, prefix:], self.inputs)

@@ -9,8 +9,8 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from vit2linear.context import AttentionContext, HeadGeometry
-from vit2linear.errors import SurgeryError
-from vit2linear.site import SiteKind, key_mask_or_bias
+from vit2linear.site import SiteKind
+from vit2linear.sites._timm import context, gated_output
 
 
 class AttentionSite(SiteKind):
@@ -33,22 +33,13 @@ class AttentionSite(SiteKind):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, AttentionContext]:
         """qkv, then qk-norm; timm's order."""
-        if is_causal:
-            raise SurgeryError(
-                "causal attention was asked of a converted site.", "Vision Transformers attend both ways."
-            )
+        ctx = context(site, x, attn_mask, is_causal)
         heads = site.qkv(x).unflatten(-1, (3, site.num_heads, site.head_dim))
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        key_mask, bias = key_mask_or_bias(attn_mask, x)
-        ctx = AttentionContext(x, site.grid_ref.grid, site.grid_ref.num_prefix, key_mask, bias)
         return site.q_norm(q), site.k_norm(k), v, ctx
 
     def merge(
         self, site: Any, heads: Float[Tensor, "batch heads tokens head_dim"], ctx: AttentionContext
     ) -> Float[Tensor, "batch tokens channels"]:
         """Norm, gate, output projection."""
-        y = site.norm(heads.transpose(1, 2).flatten(2))
-        if site.gate is not None:
-            y = y * site.gate(ctx.x).sigmoid()
-        out: Tensor = site.proj_drop(site.proj(y))
-        return out
+        return gated_output(site, heads, ctx)
