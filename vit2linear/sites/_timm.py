@@ -1,4 +1,4 @@
-"""What ``Attention``, ``AttentionRope`` and ``EvaAttention`` share: rotation, and all that follows the routing."""
+"""What kinds with the signature of timm's ``Attention`` share: rotation, and all that follows the routing."""
 
 from __future__ import annotations
 

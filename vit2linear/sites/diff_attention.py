@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from vit2linear.context import AttentionContext, HeadGeometry
 from vit2linear.site import SiteKind
-from vit2linear.sites._context import context
 from vit2linear.sites._differential import difference, paired_geometry, paired_heads
+from vit2linear.sites._timm import context
 
 
 class DiffAttentionSite(SiteKind):

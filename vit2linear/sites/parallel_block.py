@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vit2linear.context import AttentionContext, HeadGeometry
 from vit2linear.site import SiteKind
-from vit2linear.sites._context import context
+from vit2linear.sites._timm import context
 
 
 class ParallelBlockSite(SiteKind):
