@@ -20,10 +20,11 @@ from torch import Tensor
 
 from tests import families
 from vit2linear.errors import Vit2LinearError
+from vit2linear.plan import make_plan
 from vit2linear.probe import example_pixels
 from vit2linear.recipe import Rule
 from vit2linear.site import sites_of
-from vit2linear.surgery import apply_plan, make_plan
+from vit2linear.surgery import apply_plan
 
 PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
 HEAD = """# Coverage

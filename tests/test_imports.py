@@ -21,6 +21,7 @@ LAYERS = [
     {"site"},
     {"ops", "sites", "sources", "losses"},
     {"resolve"},
+    {"plan"},
     {"surgery", "model", "probe"},
     {"images", "classes", "data", "audit", "devices"},
     {"distill"},

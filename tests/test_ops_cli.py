@@ -13,10 +13,10 @@ from tests.conftest import Run
 from vit2linear import linearize
 from vit2linear.catalogue import facts
 from vit2linear.errors import RecipeError, UnknownNameError
+from vit2linear.plan import make_plan
 from vit2linear.probe import probe
 from vit2linear.recipe import OPERATORS, Rule
 from vit2linear.site import sites_of
-from vit2linear.surgery import make_plan
 
 EXTERNAL = """
 from torch.nn import functional as F

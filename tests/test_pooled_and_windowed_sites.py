@@ -16,10 +16,11 @@ from vit2linear.audit import audit, softmax_modules
 from vit2linear.context import AttentionContext
 from vit2linear.distill.tasks import run
 from vit2linear.errors import SurgeryError
+from vit2linear.plan import find_sites, make_plan
 from vit2linear.probe import example_pixels
 from vit2linear.recipe import OPERATORS, Rule
 from vit2linear.site import sites_of
-from vit2linear.surgery import apply_plan, find_sites, make_plan
+from vit2linear.surgery import apply_plan
 
 MODULES = ["davit", "hiera", "mvitv2", "pvt_v2", "twins"]
 POOLED = {"hiera": "pooled-queries", "mvitv2": "pooled-", "pvt_v2": "pooled-keys", "twins": "pooled-keys"}

@@ -15,10 +15,11 @@ from tests.families import crossvit, pit, tnt, vision_transformer
 from tests.test_sites import pixels
 from vit2linear.distill.tasks import run
 from vit2linear.errors import SurgeryError
+from vit2linear.plan import make_plan
 from vit2linear.probe import probe
 from vit2linear.recipe import Rule
 from vit2linear.site import sites_of
-from vit2linear.surgery import linearize, make_plan
+from vit2linear.surgery import linearize
 
 INLINE = ["vit_base_patch16_xp_224", "vit_dwee_patch16_reg1_gap_256", "vit_dpwee_patch16_reg1_gap_256"]
 GRIDS = [

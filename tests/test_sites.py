@@ -18,10 +18,11 @@ from vit2linear import linearize
 from vit2linear.audit import audit
 from vit2linear.distill.tasks import ModelTask, SiteTask
 from vit2linear.errors import SurgeryError
+from vit2linear.plan import SITES, Plan, find_sites, make_plan
 from vit2linear.probe import example_pixels, probe
 from vit2linear.recipe import KEEP, OPERATORS, Rule
 from vit2linear.site import sites_of
-from vit2linear.surgery import SITES, Plan, apply_plan, find_sites, make_plan
+from vit2linear.surgery import apply_plan
 
 ALL_CASES = [(module, case) for module in families.MODULES for case in families.cases(module)]
 CASES = [pytest.param(name, args, id=f"{module}-{name}-{i}") for i, (module, (name, args)) in enumerate(ALL_CASES)]

@@ -14,10 +14,11 @@ from tests.families import build
 from vit2linear import linearize
 from vit2linear.audit import audit, softmax_modules
 from vit2linear.errors import RecipeError, SurgeryError, UnknownNameError
+from vit2linear.plan import make_plan
 from vit2linear.probe import example_pixels
 from vit2linear.recipe import OPERATORS, Rule
 from vit2linear.site import sites_of
-from vit2linear.surgery import apply_plan, make_plan
+from vit2linear.surgery import apply_plan
 
 SMALL: dict[str, Any] = {"embed_dim": 48, "num_heads": 3, "depth": 4}
 

@@ -20,9 +20,10 @@ from vit2linear import linearize
 from vit2linear.audit import audit
 from vit2linear.distill.tasks import ModelTask, SiteTask
 from vit2linear.errors import SurgeryError
+from vit2linear.plan import make_plan, plan_notes
 from vit2linear.recipe import KEEP, Rule
 from vit2linear.site import sites_of
-from vit2linear.surgery import apply_plan, make_plan, plan_notes
+from vit2linear.surgery import apply_plan
 
 SWIN, V2, SAM = "swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", "samvit_base_patch16_224"
 SWIN_ARGS, V2_ARGS, SAM_ARGS = swin_transformer.SMALL, swin_transformer_v2.SMALL, vision_transformer_sam.SMALL

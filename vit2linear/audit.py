@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from vit2linear.errors import SurgeryError
 from vit2linear.operator import Operator
+from vit2linear.plan import Plan
 from vit2linear.probe import example_pixels
 from vit2linear.recipe import KEEP, OPERATORS
-from vit2linear.surgery import Plan
 
 OVER_CHANNELS = {"ChannelAttention", "ChannelAttentionV2", "XCA"}
 """Modules of timm whose softmax is one over channels."""

@@ -25,10 +25,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from vit2linear.context import AttentionContext
 from vit2linear.model import takes_size
 from vit2linear.operator import Operator
+from vit2linear.plan import make_plan
 from vit2linear.recipe import Rule
 from vit2linear.site import sites_of
 from vit2linear.sizes import Size
-from vit2linear.surgery import apply_plan, linearize, make_plan
+from vit2linear.surgery import apply_plan, linearize
 
 SOFTMAX, BOUND = "softmax", "bound"
 

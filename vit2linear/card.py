@@ -9,9 +9,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from vit2linear.compare import EvalReport
 from vit2linear.distill.loop import StageReport
+from vit2linear.plan import Plan, plan_notes
 from vit2linear.recipe import OPERATORS
 from vit2linear.sources.base import ModelRef
-from vit2linear.surgery import Plan, plan_notes
 
 _HUB_LICENSES = {
     "apache-2.0",

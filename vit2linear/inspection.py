@@ -9,11 +9,11 @@ from torch import nn
 
 from vit2linear import card, model
 from vit2linear.errors import SurgeryError
+from vit2linear.plan import NOT_SOFTMAX_ROUTING, make_plan, plan_notes
 from vit2linear.probe import plan_to_json, probe
 from vit2linear.recipe import ALL, Rule
 from vit2linear.resolve import layout_of, resolve
 from vit2linear.sizes import Size
-from vit2linear.surgery import NOT_SOFTMAX_ROUTING, make_plan, plan_notes
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,13 @@ from vit2linear.errors import RecipeError
 from vit2linear.evaluation import Judge, default_images, open_judge
 from vit2linear.images import DEFAULT_NOTE
 from vit2linear.losses import check_losses
+from vit2linear.plan import Plan, make_plan, plan_notes
 from vit2linear.probe import Probe, plan_to_json, probe
 from vit2linear.recipe import Recipe, override, to_toml
 from vit2linear.reporting import Reporter
 from vit2linear.resolve import DEMO, layout_of, resolve
 from vit2linear.sources.base import ModelRef, ModelSpec
-from vit2linear.surgery import Plan, apply_plan, make_plan, plan_notes
+from vit2linear.surgery import apply_plan
 
 MONITOR_IMAGES = 2000
 """Between stages at most so many images are evaluated."""

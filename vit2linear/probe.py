@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vit2linear.context import AttentionContext
 from vit2linear.operator import Operator
+from vit2linear.plan import Plan
 from vit2linear.site import sites_of
-from vit2linear.surgery import Plan, apply_plan
+from vit2linear.surgery import apply_plan
 
 
 @dataclass(frozen=True)
