@@ -8,6 +8,7 @@ import torch
 
 from tests.sources.oracles import MODELS, ask, make
 from tests.test_sources import load
+from vit2linear.surgery import linearize
 
 BAR = 1e-4
 
@@ -52,3 +53,11 @@ def test_equals_transformers_under_its_new_names(case: tuple[str, Any, Path], tm
     name, oracle, _ = case
     oracle.save_pretrained(tmp_path, save_original_format=False)
     assert max(difference(name, oracle, tmp_path).values()) <= BAR
+
+
+def test_every_one_converts(case: tuple[str, Any, Path]) -> None:
+    module = load(case[2]).module
+    pixels = torch.randn(1, *module.pretrained_cfg["input_size"])  # type: ignore[misc, index]
+    with torch.no_grad():
+        assert (linearize(module, "softmax").eval()(pixels) - module(pixels)).abs().max() <= 1e-5
+        assert linearize(module, "relu", drop="all").eval()(pixels).isfinite().all()
