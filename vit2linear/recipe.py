@@ -111,7 +111,7 @@ class Calibration:
 
     images: int = 512
     """Training images that are read once; a fifth of them only judges. 0: no calibration."""
-    ridges: tuple[float, ...] = (1e-3, 1e-1)
+    ridges: tuple[float, ...] = (1e-3, 1e-1, 1.0)
     """Pulls towards the copied weights that are tried at every site, in units of the mean squared input."""
     corrections: tuple[float, ...] = (0.0, 1.0)
     """Shares of the residual stream's error so far that a site is asked to make good, all of them tried."""

@@ -42,6 +42,9 @@ def convert(
     distill_steps: Annotated[
         int | None, typer.Option(help="Optimiser steps of both stages together; 0 converts without training.")
     ] = None,
+    calibrate: Annotated[
+        int | None, typer.Option(help="Images for the closed form before training; 0 leaves it out. Default: 512.")
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write; default MODEL-OP.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="TOML recipe; flags win over it.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; read no weights, write nothing.")] = False,
@@ -86,6 +89,7 @@ def convert(
             source__img_size=parse_size(img_size) if img_size is not None else None,
             convert=rules,
             distill__steps=distill_steps,
+            distill__calibration__images=calibrate,
             distill__batch_size=batch_size,
             data__path=data,
             data__workers=workers,
