@@ -18,7 +18,7 @@ from tests.conftest import Run
 from vit2linear import Recipe, convert, evaluate, load
 from vit2linear.artifact import FILES, Artifact, check_output, newest, open_artifact
 from vit2linear.errors import ArtifactError
-from vit2linear.recipe import override, read_recipe
+from vit2linear.recipe import Calibration, override, read_recipe
 from vit2linear.site import sites_of
 
 
@@ -66,6 +66,7 @@ def test_report(artifact: Artifact) -> None:
     assert sum(s["steps"] for s in report["stages"]) == 4 and sum(s["images"] for s in report["stages"]) == 32
     assert [h["moment"] for h in report["history"]] == [
         "before training",
+        "after calibration",
         "after stage attention",
         "after stage feature",
     ]
@@ -213,7 +214,9 @@ def test_output_folders_that_are_refused(artifact: Artifact, tmp_path: Path) -> 
 
 
 def test_overwrite_replaces_at_the_last_moment(checkpoint: Path, class_folders: Path, tmp_path: Path) -> None:
-    options = recipe(checkpoint, class_folders, tmp_path / "a", distill__steps=0)
+    options = recipe(
+        checkpoint, class_folders, tmp_path / "a", distill__steps=0, distill__calibration=Calibration(images=0)
+    )
     first = convert(options)
     assert not first.report["stages"] and not first.report["audit"]["trained"]
     broken = override(

@@ -127,7 +127,7 @@ def test_interrupted_at_any_point_leaves_nothing(
 ) -> None:
     # A short first stage and an endless second one: the signal always comes in time.
     recipe = tmp_path_factory.mktemp("recipe") / "long.toml"
-    recipe.write_text("[distill]\nsteps = 8000\nbatch_size = 8\n[distill.attention]\nshare = 0.01\n")
+    recipe.write_text("[distill]\nsteps = 8000\nbatch_size = 8\n[distill.attention]\nshare = 0.01\n[data]\neval_samples = 50\n")
     command = [sys.executable, "-m", "vit2linear", "convert", "demo", "--op", "relu", "--recipe", str(recipe)]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -136,7 +136,12 @@ def test_interrupted_at_any_point_leaves_nothing(
         if moment in line or time.monotonic() > deadline:
             assert moment in line
             break
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    for _ in range(6):
+        process.send_signal(signal.SIGINT)
+        try:
+            process.communicate(timeout=10)
+            break
+        except subprocess.TimeoutExpired:
+            continue  # Python ignores an interrupt that lands in a destructor; a person presses again
     assert process.returncode in (130, -signal.SIGINT)
     assert not list(tmp_path.iterdir())

@@ -184,7 +184,7 @@ def _building_with(operators: dict[str, dict[str, Any]], norm_eps: float | None,
     with _patching:
         modules = [
             m
-            for name, m in list(sys.modules.items())
+            for name, m in sys.modules.copy().items()
             if name.startswith("timm.models.") and getattr(m, "build_model_with_cfg", None) is build_model_with_cfg
         ]
         try:
