@@ -21,6 +21,7 @@ SECTIONS = [
     ("source", recipe.SourceOptions),
     ("[convert]", recipe.Rule),
     ("distill", recipe.DistillOptions),
+    ("distill.calibration", recipe.Calibration),
     ("distill.attention", recipe.Stage),
     ("distill.feature", recipe.Stage),
     ("data", recipe.DataOptions),
@@ -128,7 +129,7 @@ def _default(value: object) -> str:
         return ""
     if isinstance(value, dict):
         return "`{" + ", ".join(f"{k} = {v}" for k, v in value.items()) + "}`"
-    return f"`{value}`"
+    return f"`{list(value) if isinstance(value, tuple) else value}`"
 
 
 if __name__ == "__main__":

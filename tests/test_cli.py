@@ -127,7 +127,8 @@ def test_interrupted_at_any_point_leaves_nothing(
 ) -> None:
     # A short first stage and an endless second one: the signal always comes in time.
     recipe = tmp_path_factory.mktemp("recipe") / "long.toml"
-    recipe.write_text("[distill]\nsteps = 8000\nbatch_size = 8\n[distill.attention]\nshare = 0.01\n[data]\neval_samples = 50\n")
+    text = "[distill]\nsteps = 8000\nbatch_size = 8\n[distill.attention]\nshare = 0.01\n[data]\neval_samples = 50\n"
+    recipe.write_text(text)
     command = [sys.executable, "-m", "vit2linear", "convert", "demo", "--op", "relu", "--recipe", str(recipe)]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 import textwrap
+import types
 import typing
 from typing import Any
 
@@ -61,10 +62,14 @@ def attribute_docstrings(kind: type) -> dict[str, str]:
 
 def type_name(hint: Any) -> str:
     """A type as users of a TOML file call it."""
-    if typing.get_origin(hint) is typing.Literal:
-        return " or ".join(repr(a) for a in typing.get_args(hint))
-    names = {bool: "boolean", int: "integer", float: "number", str: "string"}
-    return next((name for kind, name in names.items() if hint in (kind, kind | None)), "table")
+    origin, args = typing.get_origin(hint), [a for a in typing.get_args(hint) if a is not type(None)]
+    if origin is typing.Literal:
+        return " or ".join(repr(a) for a in args)
+    if origin is tuple:
+        return f"array of {type_name(args[0])}s"
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(type_name(a) for a in args)
+    return {bool: "boolean", int: "integer", float: "number", str: "string"}.get(hint, "table")
 
 
 def _map(kind: type[Operator]) -> str:
