@@ -49,7 +49,7 @@ class Gemma4Site(SiteKind):
         # The encoder makes the mask from padding alone, 0 and -inf.
         key_mask = None if attn_mask is None else attn_mask[:, 0, 0] == 0
         ctx = AttentionContext(x, site.grid_ref.grid, site.grid_ref.num_prefix, key_mask)
-        return q, grouped(site, k), grouped(site, site.v_norm(v)), ctx
+        return q, grouped(k, site.num_heads), grouped(site.v_norm(v), site.num_heads), ctx
 
     def merge(
         self, site: Any, heads: Float[Tensor, "batch heads tokens head_dim"], ctx: AttentionContext
