@@ -66,7 +66,6 @@ def test_report(artifact: Artifact) -> None:
     assert sum(s["steps"] for s in report["stages"]) == 4 and sum(s["images"] for s in report["stages"]) == 32
     assert [h["moment"] for h in report["history"]] == [
         "before training",
-        "after calibration",
         "after stage attention",
         "after stage feature",
     ]

@@ -39,6 +39,8 @@ from vit2linear.resolve import DEMO, layout_of, resolve
 from vit2linear.sources.base import ModelRef, ModelSpec
 from vit2linear.surgery import apply_plan
 
+CALIBRATION_IMAGES = 512
+"""Read by the closed form where nothing is trained."""
 MONITOR_IMAGES = 2000
 """Between stages at most so many images are evaluated."""
 
@@ -90,10 +92,13 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
         notes.append("the model has no class head: the loss 'logits' is left out")
     if recipe.data.path is None and ref.name != DEMO:
         notes.append(DEFAULT_NOTE)
+    steps = recipe.distill.steps if recipe.distill.steps is not None else 300 if ref.name == DEMO else 2000
+    calibrated = recipe.distill.calibration.images
     recipe = override(
         recipe,
         output__dir=recipe.output.dir or _default_output(ref, plan),
-        distill__steps=recipe.distill.steps if recipe.distill.steps is not None else 300 if ref.name == DEMO else 2000,
+        distill__steps=steps,
+        distill__calibration__images=calibrated if calibrated is not None else 0 if steps else CALIBRATION_IMAGES,
         data__path=recipe.data.path or default_images(ref.name),
     )
     width = max(s.site.geometry.width for s in plan.sites)  # that of the last stage, where there are stages
@@ -144,7 +149,7 @@ def convert(
     for moment in moments:
         stage = moment.removeprefix("after stage ")
         if moment == "after calibration":
-            pixels = judge.sample(recipe.distill.calibration.images)
+            pixels = judge.sample(recipe.distill.calibration.images or 0)
             calibrated = calibrate(teacher, student, pixels, recipe.distill.calibration, reporter)
         elif stage in todo:
             stages.append(_stage(stage, todo[stage], teacher, student, prepared, judge, accelerator, reporter))

@@ -107,10 +107,11 @@ FEATURE_STAGE = Stage(
 
 @dataclass(frozen=True)
 class Calibration:
-    """``[distill.calibration]``: the closed form before any training."""
+    """``[distill.calibration]``: the closed form, before any training."""
 
-    images: int = 512
-    """Training images that are read once; a fifth of them only judges. 0: no calibration."""
+    images: int | None = None
+    """Training images that are read once; a fifth of them only judges. 0: no calibration. Default: 512 where nothing is
+    trained (``distill.steps = 0``), otherwise 0: training from the copied weights ends better."""
     ridges: tuple[float, ...] = (1e-3, 1e-1, 1.0)
     """Pulls towards the copied weights that are tried at every site, in units of the mean squared input."""
     corrections: tuple[float, ...] = (0.0, 1.0)

@@ -43,7 +43,8 @@ def convert(
         int | None, typer.Option(help="Optimiser steps of both stages together; 0 converts without training.")
     ] = None,
     calibrate: Annotated[
-        int | None, typer.Option(help="Images for the closed form before training; 0 leaves it out. Default: 512.")
+        int | None,
+        typer.Option(help="Images for the closed form before training; default: 512 for 0 steps, otherwise 0."),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write; default MODEL-OP.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="TOML recipe; flags win over it.")] = None,
