@@ -119,6 +119,9 @@ def test_audit_finds_what_went_wrong() -> None:
     half = apply_plan(model, make_plan(model, [Rule(sites="blocks.[012].*")]))
     with pytest.raises(SurgeryError, match=r"softmax over pairs of tokens ran in blocks\.3\.attn"):
         audit(source, half, plan, trained=False)
+    keeping = make_plan(model, [Rule(op="keep", sites="blocks.3.*"), Rule()])
+    with pytest.raises(SurgeryError, match=r"no softmax over pairs of tokens ran in blocks\.3\.attn"):
+        audit(source, apply_plan(model, plan), keeping, trained=False)
     changed.head_extra = nn.Linear(2, 2)
     with pytest.raises(SurgeryError, match="new weights outside the operators"):
         audit(source, changed, plan, trained=True)

@@ -1,7 +1,7 @@
 """Proof, not trust: what became of every weight, and how many softmax attentions are left.
 
 *dropped* is what the plan gives up and nothing else, *new* lies under ``.op.``, *copied* is bitwise equal; and one
-forward under a counter of softmaxes over pairs of tokens finds none but at the sites that were kept.
+forward under a counter of softmaxes over pairs of tokens finds exactly the sites that were kept.
 """
 
 from __future__ import annotations
@@ -73,8 +73,11 @@ def audit(source: Mapping[str, Tensor], student: nn.Module, plan: Plan, trained:
     lost = sorted(path for path in ran if not any(path == k or path.startswith(f"{k}.") for k in kept))
     if lost:
         raise SurgeryError(f"audit: softmax over pairs of tokens ran in {_some(lost)}, where the plan keeps none.")
-    left = sum(any(path == k or path.startswith(f"{k}.") for path in ran) for k in kept)
-    return Audit(tuple(sorted(equal)), changed, new, dropped, left)
+    found = {k for k in kept if any(path == k or path.startswith(f"{k}.") for path in ran)}
+    silent = sorted(s.site.path for s in plan.sites if s.op in (KEEP, "softmax") and s.site.path not in found)
+    if silent:
+        raise SurgeryError(f"audit: no softmax over pairs of tokens ran in {_some(silent)}, where the plan keeps it.")
+    return Audit(tuple(sorted(equal)), changed, new, dropped, len(found))
 
 
 def softmax_modules(model: nn.Module) -> set[str]:
