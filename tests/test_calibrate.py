@@ -115,4 +115,5 @@ def test_on_the_command_line(checkpoint: Path, class_folders: Path, cli: Run) ->
     assert a["calibration"]["images"] == 8 and a["calibration"]["held_out"] == 2
     assert [h["moment"] for h in a["history"]] == ["before training", "after calibration"]
     assert b["calibration"] is None and len(b["history"]) == 1 and not b["audit"]["trained"]
+    assert "needs at least 2" in cli("convert", checkpoint, "--op", "relu", "--calibrate", 1, *small, code=5).stderr
     assert set(a["audit"]["trained"]) <= {f"blocks.{i}.attn.proj.{w}" for i in range(4) for w in ("weight", "bias")}

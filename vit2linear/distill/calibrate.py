@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit2linear.distill.tasks import run
+from vit2linear.distill.tasks import last_features, run
+from vit2linear.errors import DataError
 from vit2linear.losses import unexplained
 from vit2linear.recipe import Calibration
 from vit2linear.reporting import Reporter
@@ -60,7 +61,13 @@ def calibrate(
     options: Calibration,
     reporter: Reporter,
 ) -> CalibrationReport:
-    """Fit the output projections of ``student`` in place; the last fifth of the images is held out."""
+    """Fit the output projections of ``student`` in place; the last fifth of the images is held out.
+
+    Raises:
+        DataError: fewer than two images, so that none could judge.
+    """
+    if len(pixels) < 2:
+        raise DataError(f"calibration got {len(pixels)} image, and needs at least 2.", "Give more, or --calibrate 0.")
     start = time.perf_counter()
     held_out = max(1, len(pixels) // 5)
     fit, held = pixels[:-held_out].split(BATCH), pixels[-held_out:].split(BATCH)
@@ -192,7 +199,7 @@ def _until(model: nn.Module, path: str, site: LinearAttention, pixels: Tensor) -
 
     hooks = [block.register_forward_pre_hook(enter), getattr(site, site.kind.output).register_forward_hook(leave)]
     try:
-        model.forward_features(pixels.to(next(model.parameters()).device))  # type: ignore[operator]
+        last_features(model, pixels.to(next(model.parameters()).device))
     except _Reached:
         pass
     finally:
