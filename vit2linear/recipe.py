@@ -40,6 +40,12 @@ class SourceOptions:
     """timm's name of the architecture, with or without a tag, where no config describes the weights."""
     img_size: int | tuple[int, ...] | None = None
     """Side of the square input in pixels, or height and width; default: what the source's own preprocessing says."""
+    init: Literal["full", "mlp", "attention", "random", "mimetic"] = "full"
+    """What of the source's weights the student starts from: ``full`` copies all that has a counterpart; the others are
+    the rows of the paper's table (arXiv 2609.35745): the MLPs only, the query, key and value projections only, nothing,
+    and nothing with mimetic attention (Trockman and Kolter, arXiv 2305.09828). What is not copied is drawn anew."""
+    head: Literal["copy", "random"] = "copy"
+    """Whether the class head is copied, whatever ``init`` says; the paper draws it anew."""
 
     @property
     def size(self) -> tuple[int, int] | None:
@@ -71,15 +77,15 @@ class Rule:
 
 @dataclass(frozen=True)
 class Stage:
-    """``[distill.attention]`` or ``[distill.feature]``."""
+    """``[distill.attention]``, ``[distill.feature]`` or ``[distill.task]``."""
 
     share: float
     """Part of ``distill.steps`` that this stage gets; the shares are normalised to sum to 1."""
     losses: dict[str, float]
     """Loss name to weight."""
     lr: float | None
-    """Peak learning rate of copied attention weights; default: 1e-3 in stage ``attention`` and 3e-4 in ``feature`` for
-    a model 384 wide, and inversely with its width."""
+    """Peak learning rate of copied attention weights; default: 1e-3 in stage ``attention`` and 3e-4 in the others for a
+    model 384 wide, and inversely with its width."""
     lr_rest: float | None
     """Peak learning rate of the other copied weights; 0 freezes them. Default: as ``lr``."""
     lr_new: float | None
@@ -103,11 +109,15 @@ FEATURE_STAGE = Stage(
     lr_new=None,
     weight_decay=0.01,
 )
+# Only where the user asks for it: it needs labels. The paper's loss (arXiv 2609.35745, section 3).
+TASK_STAGE = Stage(
+    share=0.0, losses={"labels": 1.0, "site_mse": 50.0}, lr=None, lr_rest=None, lr_new=None, weight_decay=0.05
+)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """``[distill.calibration]``: the closed form, before any training."""
+    """``[distill.calibration]``: the closed form, without any training."""
 
     images: int | None = None
     """Training images that are read once; a fifth of them only judges. 0: no calibration. Default: 512 where nothing is
@@ -116,6 +126,9 @@ class Calibration:
     """Pulls towards the copied weights that are tried at every site, in units of the mean squared input."""
     corrections: tuple[float, ...] = (0.0, 1.0)
     """Shares of the residual stream's error so far that a site is asked to make good, all of them tried."""
+    before: tuple[Literal["attention", "feature"], ...] = ("attention",)
+    """The stages before which it runs: before stage ``attention`` is the copied model, before ``feature`` that stage's
+    result."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +136,7 @@ class DistillOptions:
     """``[distill]``: recovering the attention from the source, label-free."""
 
     steps: int | None = None
-    """Optimiser steps of both stages together; default: 300 for ``demo``, otherwise 2,000. 0 converts only."""
+    """Optimiser steps of all stages together; default: 300 for ``demo``, otherwise 2,000. 0 converts only."""
     batch_size: int = 64
     """Images in one optimiser step, over all processes."""
     warmup: float = 0.05
@@ -132,14 +145,27 @@ class DistillOptions:
     """Largest gradient norm."""
     augment: Literal["mild", "none"] = "mild"
     """``mild``: random resized crop (scale 0.7-1) and horizontal flip; ``none``: the evaluation view."""
+    temperature: float = 2.0
+    """Of the loss ``logits``."""
+    label_smoothing: float = 0.1
+    """Of the loss ``labels``."""
+    ema: float = 0.0
+    """Decay of the averaged weights in stages ``feature`` and ``task``, which are kept where their loss on training
+    images in the evaluation view is the lower one; 0: no average."""
     calibration: Calibration = Calibration()
     attention: Stage = ATTENTION_STAGE
     feature: Stage = FEATURE_STAGE
+    task: Stage = TASK_STAGE
+
+    @property
+    def stages(self) -> dict[str, Stage]:
+        """The stages by name, in their order."""
+        return {"attention": self.attention, "feature": self.feature, "task": self.task}
 
     def at_width(self, width: int) -> DistillOptions:
         """Every learning rate filled in, for a model ``width`` wide."""
-        attention, feature = self.attention.at_width(1e-3, width), self.feature.at_width(3e-4, width)
-        return dataclasses.replace(self, attention=attention, feature=feature)
+        rates = {"attention": 1e-3, "feature": 3e-4, "task": 3e-4}
+        return dataclasses.replace(self, **{n: s.at_width(rates[n], width) for n, s in self.stages.items()})
 
 
 @dataclass(frozen=True)
@@ -180,6 +206,9 @@ class RunOptions:
 class Recipe:
     """The whole request."""
 
+    keep_softmax: int = 0
+    """So many sites keep the softmax: those whose conversion costs most, found by measuring on training images. The
+    recipe that is written beside the weights names them in a rule instead."""
     source: SourceOptions = SourceOptions()
     convert: tuple[Rule, ...] = (Rule(),)
     distill: DistillOptions = DistillOptions()
@@ -196,11 +225,15 @@ class Recipe:
         if isinstance(sides, tuple) and len(sides) != 2:
             problems.append(f"source.img_size: {list(sides)} is not a side, or height and width")
         ranges = [
+            ("keep_softmax", self.keep_softmax, 0, None),
             ("source.img_size", min(sides, default=0) if isinstance(sides, tuple) else sides, 1, None),
             ("distill.steps", d.steps, 0, None),
             ("distill.batch_size", d.batch_size, 1, None),
             ("distill.warmup", d.warmup, 0, 1),
             ("distill.clip", d.clip, 1e-12, None),
+            ("distill.temperature", d.temperature, 1e-12, None),
+            ("distill.label_smoothing", d.label_smoothing, 0, 1),
+            ("distill.ema", d.ema, 0, 1),
             ("distill.calibration.images", d.calibration.images, 0, None),
             ("distill.calibration.ridges", min(d.calibration.ridges, default=0), 1e-12, None),
             ("distill.calibration.corrections", min(d.calibration.corrections, default=-1), 0, 1),
@@ -208,7 +241,7 @@ class Recipe:
             ("data.eval_samples", self.data.eval_samples, 1, None),
             ("run.seed", self.run.seed, 0, 2**32 - 1),
         ]
-        for name, stage in (("attention", d.attention), ("feature", d.feature)):
+        for name, stage in d.stages.items():
             ranges += [
                 (f"distill.{name}.{key}", getattr(stage, key), 0, 1 if key == "share" else None)
                 for key in ("share", "lr", "lr_rest", "lr_new", "weight_decay")
@@ -217,8 +250,8 @@ class Recipe:
             if value is not None and (value < low or (high is not None and value > high)):
                 wanted = f"at least {low}" if high is None else f"between {low} and {high}"
                 problems.append(f"{key}: {value} is out of range, must be {wanted}")
-        if d.attention.share + d.feature.share <= 0:
-            problems.append("distill: the shares of the two stages are both 0")
+        if sum(stage.share for stage in d.stages.values()) <= 0:
+            problems.append("distill: the shares of the stages are all 0")
         if not self.convert:
             problems.append("convert: at least one rule is needed")
         for i, rule in enumerate(self.convert):

@@ -56,7 +56,8 @@ def _build(kind: Any, value: Any, default: Any, where: str, problems: list[str])
         return default
     elif origin is tuple:
         if isinstance(value, list | tuple):
-            return tuple(_build(args[0], v, args[0](), f"{where}.{i}", problems) for i, v in enumerate(value))
+            empty = args[0]() if dataclasses.is_dataclass(args[0]) else None
+            return tuple(_build(args[0], v, empty, f"{where}.{i}", problems) for i, v in enumerate(value))
     elif origin is dict:
         if isinstance(value, dict):
             return {k: _build(args[1], v, None, f"{where}.{k}", problems) for k, v in value.items()}
