@@ -51,8 +51,9 @@ def render(
     plan: Plan,
     stages: list[StageReport],
     report: EvalReport,
+    start: str,
 ) -> str:
-    """The card's text, front matter included."""
+    """The card's text, front matter included; ``start`` says what was copied."""
     operators = sorted({s.op for s in plan.replaced})
     headless = report.agreement is None
     data = ModelCardData(
@@ -75,7 +76,7 @@ def render(
 # {name}
 
 {source}{commit} with the softmax of {len(plan.replaced)} of {len(plan.sites)} attention modules replaced by an \
-operator of linear cost{f" ({kept} kept)" if kept else ""}, everything else copied, and {distilled}.
+operator of linear cost{f" ({kept} kept)" if kept else ""}, {start}, and {distilled}.
 
 Operators: {papers}.
 

@@ -30,6 +30,7 @@ from vit2linear.distill.loop import StageReport, check_stages, run_stage, split_
 from vit2linear.errors import DataError, RecipeError
 from vit2linear.evaluation import Judge, default_images, open_judge
 from vit2linear.images import DEFAULT_NOTE
+from vit2linear.initial import copied_keys, drawn_weights, start_words
 from vit2linear.plan import Plan, make_plan, plan_notes
 from vit2linear.probe import Probe, plan_to_json, probe
 from vit2linear.recipe import OPERATORS, Recipe, override, to_toml
@@ -82,8 +83,12 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
         spec = model.at_size(spec, recipe.source.size)
     skeleton = model.skeleton(spec)
     plan = make_plan(skeleton, recipe.convert)
+    copied = copied_keys(skeleton, plan, recipe.source)
     probed = probe(skeleton, plan)
     notes = [*spec.notes, *plan_notes(plan)]
+    headless = not skeleton.num_classes
+    if len(copied) < len(skeleton.state_dict()):
+        notes.append(f"start of the student: {start_words(recipe.source, headless)}")
     used = [OPERATORS.get(s.op) for s in plan.replaced]
     stages = check_stages(recipe.distill, used, int(skeleton.num_classes))  # type: ignore[arg-type]
     if stages != recipe.distill:
@@ -145,6 +150,8 @@ def convert(
     source = loaded.module.state_dict()
     teacher = apply_plan(loaded.module, plan.with_operator("softmax")).to(accelerator.device).eval()
     student = apply_plan(loaded.module, plan).to(accelerator.device).eval()
+    drawn = drawn_weights(loaded.module, prepared.spec, plan, recipe.source, recipe.run.seed)
+    student.load_state_dict(drawn, strict=False)
     todo = split_steps(recipe.distill, steps)
     moments = _moments(recipe, todo)
     calibrated: dict[str, CalibrationReport] = {}
@@ -164,10 +171,11 @@ def convert(
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process:
         return Artifact(f"local-dir:{prepared.output}", {}, prepared.output)
-    audited = audit(source, student, plan, trained=bool(stages or calibrated))
+    audited = audit(source, student, plan, trained=bool(stages or calibrated), drawn=drawn)
     licence = card.license_of(prepared.ref, prepared.spec.pretrained_cfg, recipe.output.license)
     if licence.get("license_name") == "unknown":
         reporter.say("The source states no licence, so the card says 'unknown'; state it with --license.")
+    start = start_words(recipe.source, not prepared.num_classes)
     record = {
         "format": 1,
         "vit2linear": vit2linear.__version__,
@@ -180,6 +188,7 @@ def convert(
         },
         "data": {"path": recipe.data.path, "held_out": judge.sets.held_out, "ignore_labels": ignore_labels},
         "plan": plan_to_json(plan, prepared.probe),
+        "start": {"init": recipe.source.init, "head": recipe.source.head, "words": start},
         "audit": dataclasses.asdict(audited),
         "calibration": {moment: dataclasses.asdict(c) for moment, c in calibrated.items()},
         "stages": [dataclasses.asdict(s) for s in stages],
@@ -188,7 +197,7 @@ def convert(
     }
     # Where this run wrote its output is nobody else's business, and the recipe is to run again elsewhere.
     portable = dataclasses.replace(recipe, output=dataclasses.replace(recipe.output, dir=None))
-    text = card.render(prepared.output.name, prepared.ref, licence, plan, stages, report)
+    text = card.render(prepared.output.name, prepared.ref, licence, plan, stages, report, start)
     return artifact.write(prepared.output, student, prepared.data_config, to_toml(portable), record, text)
 
 

@@ -53,6 +53,10 @@ def convert(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,
     arch: o.Arch = None,
     img_size: o.ImgSize = None,
+    init: Annotated[
+        str | None, typer.Option(help="What the student copies: full, mlp, attention, random or mimetic.")
+    ] = None,
+    head: Annotated[str | None, typer.Option(help="copy or random: the class head, whatever --init says.")] = None,
     batch_size: o.BatchSize = None,
     workers: o.Workers = None,
     num_samples: o.EvalSamples = None,
@@ -88,6 +92,8 @@ def convert(
             source__revision=revision,
             source__arch=arch,
             source__img_size=parse_size(img_size) if img_size is not None else None,
+            source__init=init,
+            source__head=head,
             convert=rules,
             distill__steps=distill_steps,
             distill__calibration__images=calibrate,
