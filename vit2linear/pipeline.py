@@ -1,7 +1,7 @@
 """``convert``: the only file that knows the order of the steps.
 
-resolve, plan on the meta device, probe the images (the dry run stops here) - load, surgery, calibrate, stage
-``attention``, stage ``feature``, audit, evaluate, write, reload and compare, rename.
+resolve, plan on the meta device (the dry run stops here), probe the images - load, choose the sites that keep the
+softmax, surgery, calibrate, stage ``attention``, stage ``feature``, audit, evaluate, write, reload and compare, rename.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 import vit2linear
-from vit2linear import artifact, card, model
+from vit2linear import artifact, card, hybrid, model
 from vit2linear.artifact import Artifact
 from vit2linear.audit import audit
 from vit2linear.data import train_batches, train_view
 from vit2linear.devices import accelerator_for
 from vit2linear.distill.calibrate import CalibrationReport, calibrate
 from vit2linear.distill.loop import StageReport, run_stage, split_steps
-from vit2linear.errors import RecipeError
 from vit2linear.evaluation import Judge, default_images, open_judge
 from vit2linear.images import DEFAULT_NOTE
 from vit2linear.losses import check_losses
@@ -83,8 +82,12 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
         spec = model.at_size(spec, recipe.source.size)
     skeleton = model.skeleton(spec)
     plan = make_plan(skeleton, recipe.convert)
+    hybrid.check_keep(plan, recipe.keep_softmax)
     probed = probe(skeleton, plan)
     notes = [*spec.notes, *plan_notes(plan)]
+    if recipe.keep_softmax:
+        n, k = len(plan.replaced), recipe.keep_softmax
+        notes.append(f"the rules convert {n} sites; the {k} costliest, measured on images, keep the softmax")
     headless = not skeleton.num_classes
     if headless and "logits" in recipe.distill.feature.losses:
         losses = {k: v for k, v in recipe.distill.feature.losses.items() if k != "logits"}
@@ -137,6 +140,11 @@ def convert(
     judge = _judge(prepared, accelerator.device, ignore_labels)
     set_seed(recipe.run.seed)
     loaded = model.load(prepared.ref, prepared.spec)
+    kept: hybrid.KeepReport | None = None
+    if recipe.keep_softmax:
+        recipe, kept = hybrid.keep_costliest(loaded.module, recipe, plan, judge, reporter)
+        prepared = _replanned(prepared, recipe)
+        plan = prepared.plan
     source = loaded.module.state_dict()
     teacher = apply_plan(loaded.module, plan.with_operator("softmax")).to(accelerator.device).eval()
     student = apply_plan(loaded.module, plan).to(accelerator.device).eval()
@@ -176,6 +184,7 @@ def convert(
         },
         "data": {"path": recipe.data.path, "held_out": judge.sets.held_out, "ignore_labels": ignore_labels},
         "plan": plan_to_json(plan, prepared.probe),
+        "keep_softmax": dataclasses.asdict(kept) if kept is not None else None,
         "audit": dataclasses.asdict(audited),
         "calibration": dataclasses.asdict(calibrated) if calibrated is not None else None,
         "stages": [dataclasses.asdict(s) for s in stages],
@@ -186,6 +195,13 @@ def convert(
     portable = dataclasses.replace(recipe, output=dataclasses.replace(recipe.output, dir=None))
     text = card.render(prepared.output.name, prepared.ref, licence, plan, stages, report)
     return artifact.write(prepared.output, student, prepared.data_config, to_toml(portable), record, text)
+
+
+def _replanned(prepared: Prepared, recipe: Recipe) -> Prepared:
+    """The same with other rules."""
+    skeleton = model.skeleton(prepared.spec)
+    plan = make_plan(skeleton, recipe.convert)
+    return dataclasses.replace(prepared, recipe=recipe, plan=plan, probe=probe(skeleton, plan))
 
 
 def _stage(
@@ -235,8 +251,6 @@ def _default_output(ref: ModelRef, plan: Plan) -> str:
     """``<model>-<op>``, in the current folder."""
     name = ref.repo.repo if ref.repo is not None and ref.registry_name is None else ref.name
     operators = sorted({s.op for s in plan.replaced})
-    if not operators:
-        raise RecipeError("the rules keep every site, so there is nothing to convert.")
     short = [op.split(":")[-1].lower() for op in operators]
     path = Path(name.removeprefix("local-dir:")).resolve()
     return "-".join([path.stem if ref.weights_name is not None else path.name, *short])
