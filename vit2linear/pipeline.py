@@ -1,7 +1,7 @@
 """``convert``: the only file that knows the order of the steps.
 
-resolve, plan on the meta device, probe the images (the dry run stops here) - load, surgery, calibrate, stage
-``attention``, stage ``feature``, audit, evaluate, write, reload and compare, rename.
+resolve, plan on the meta device (the dry run stops here), probe the images - load, choose the sites that keep the
+softmax, surgery, calibrate, stage ``attention``, stage ``feature``, audit, evaluate, write, reload and compare, rename.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 import vit2linear
-from vit2linear import artifact, card, model
+from vit2linear import artifact, card, hybrid, model
 from vit2linear.artifact import Artifact
 from vit2linear.audit import audit
 from vit2linear.data import train_batches, train_view
@@ -84,8 +84,12 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
     skeleton = model.skeleton(spec)
     plan = make_plan(skeleton, recipe.convert)
     copied = copied_keys(skeleton, plan, recipe.source)
+    hybrid.check_keep(plan, recipe.keep_softmax)
     probed = probe(skeleton, plan)
     notes = [*spec.notes, *plan_notes(plan)]
+    if recipe.keep_softmax:
+        n, k = len(plan.replaced), recipe.keep_softmax
+        notes.append(f"the rules convert {n} sites; the {k} costliest, measured on images, keep the softmax")
     headless = not skeleton.num_classes
     if len(copied) < len(skeleton.state_dict()):
         notes.append(f"start of the student: {start_words(recipe.source, headless)}")
@@ -147,6 +151,11 @@ def convert(
         )
     set_seed(recipe.run.seed)
     loaded = model.load(prepared.ref, prepared.spec)
+    kept: hybrid.KeepReport | None = None
+    if recipe.keep_softmax:
+        recipe, kept = hybrid.keep_costliest(loaded.module, recipe, plan, judge, reporter)
+        prepared = _replanned(prepared, recipe)
+        plan = prepared.plan
     source = loaded.module.state_dict()
     teacher = apply_plan(loaded.module, plan.with_operator("softmax")).to(accelerator.device).eval()
     student = apply_plan(loaded.module, plan).to(accelerator.device).eval()
@@ -189,6 +198,7 @@ def convert(
         "data": {"path": recipe.data.path, "held_out": judge.sets.held_out, "ignore_labels": ignore_labels},
         "plan": plan_to_json(plan, prepared.probe),
         "start": {"init": recipe.source.init, "head": recipe.source.head, "words": start},
+        "keep_softmax": dataclasses.asdict(kept) if kept is not None else None,
         "audit": dataclasses.asdict(audited),
         "calibration": {moment: dataclasses.asdict(c) for moment, c in calibrated.items()},
         "stages": [dataclasses.asdict(s) for s in stages],
@@ -212,6 +222,13 @@ def _moments(recipe: Recipe, steps: dict[str, int]) -> list[str]:
             moments.append(f"after calibration{again}")
         moments += [f"after stage {stage}"] if count else []
     return moments
+
+
+def _replanned(prepared: Prepared, recipe: Recipe) -> Prepared:
+    """The same with other rules."""
+    skeleton = model.skeleton(prepared.spec)
+    plan = make_plan(skeleton, recipe.convert)
+    return dataclasses.replace(prepared, recipe=recipe, plan=plan, probe=probe(skeleton, plan))
 
 
 def _stage(
@@ -261,8 +278,6 @@ def _default_output(ref: ModelRef, plan: Plan) -> str:
     """``<model>-<op>``, in the current folder."""
     name = ref.repo.repo if ref.repo is not None and ref.registry_name is None else ref.name
     operators = sorted({s.op for s in plan.replaced})
-    if not operators:
-        raise RecipeError("the rules keep every site, so there is nothing to convert.")
     short = [op.split(":")[-1].lower() for op in operators]
     path = Path(name.removeprefix("local-dir:")).resolve()
     return "-".join([path.stem if ref.weights_name is not None else path.name, *short])
