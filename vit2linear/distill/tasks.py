@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -66,6 +66,16 @@ def _as_tokens(features: Tensor, layout: str) -> Float[Tensor, "batch tokens cha
     return features.flatten(1, 2) if layout == "NHWC" else features.flatten(2).transpose(1, 2)
 
 
+class Reached(Exception):  # noqa: N818, a signal and no error
+    """Raised by a hook: what was wanted of a forward has been computed, and the rest of it is not needed."""
+
+
+def run_until_reached(model: nn.Module, pixels: Tensor) -> None:
+    """A forward without its head, for what hooks see of it; ends where one of them raises ``Reached``."""
+    with suppress(Reached):
+        last_features(model, pixels)
+
+
 class Task(ABC):
     """A stage's step: gradients of one batch."""
 
@@ -89,8 +99,8 @@ class SiteTask(Task):
     """Stage ``attention``: every site matches the teacher's output on the teacher's own input.
 
     Inside the teacher's one forward, each student site runs with gradients and its loss is back-propagated at once, so
-    only one site's graph is alive. Not wrapped in DDP, whose backward inside a forward would desynchronise: gradients
-    are averaged here, in one flat buffer.
+    only one site's graph is alive; after the last of them the teacher stops. Not wrapped in DDP, whose backward inside
+    a forward would desynchronise: gradients are averaged here, in one flat buffer.
     """
 
     def prepare(self, accelerator: Accelerator) -> None:
@@ -102,6 +112,7 @@ class SiteTask(Task):
     def backward(self, accelerator: Accelerator, pixels: Tensor) -> Tensor:
         """Teacher forward with the students' backward passes inside."""
         losses: list[Tensor] = []
+        left = set(self.teacher_sites)
 
         def match(path: str) -> Any:
             def hook(module: LinearAttention, args: Any, kwargs: Any, output: Any) -> None:
@@ -118,13 +129,16 @@ class SiteTask(Task):
                         )
                     accelerator.backward(loss / len(self.teacher_sites))
                 losses.append(loss.detach())
+                left.discard(path)
+                if not left:
+                    raise Reached
 
             return hook
 
         hooks = [m.register_forward_hook(match(p), with_kwargs=True) for p, m in self.teacher_sites.items()]
         try:
             with torch.no_grad(), accelerator.autocast():
-                self.teacher.forward_features(pixels)  # type: ignore[operator]
+                run_until_reached(self.teacher, pixels)
         finally:
             for hook in hooks:
                 hook.remove()
