@@ -25,7 +25,7 @@ LAYERS = [
     {"surgery", "model", "probe"},
     {"images", "classes", "data", "audit", "devices"},
     {"distill"},
-    {"catalogue", "compare", "evaluation", "bench"},
+    {"catalogue", "compare", "evaluation", "bench", "training_cost"},
     {"artifact", "card", "plots"},
     {"pipeline", "finished", "inspection"},
     {"cli", "__main__", "__init__"},
