@@ -29,7 +29,8 @@ def bench(
     base: Annotated[
         str | None,
         typer.Option(
-            help="timm architecture, with random weights; default: vit_base_patch16_224, for training vit_small_..."
+            help="timm architecture, with random weights; default: vit_base_patch16_224, for training "
+            "vit_small_patch16_224."
         ),
     ] = None,
     op: Annotated[str, typer.Option(help="Operators, separated by commas.")] = "relu",
