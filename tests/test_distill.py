@@ -243,7 +243,7 @@ def test_every_loss_trains(stage: str, name: str) -> None:
 
 
 def test_maps_are_compared_with_the_softmax_of_the_source() -> None:
-    teacher, student = pair()
+    teacher, _ = pair()
     x = batches(1)[0][0]
     inputs: list[Tensor] = []
     attention = sites_of(teacher)["blocks.1.attn"]

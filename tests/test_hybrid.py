@@ -45,7 +45,7 @@ def test_the_costliest_sites_keep_the_softmax(checkpoint: Path, class_folders: P
     ref = resolve(str(checkpoint))
     source = load(ref, layout_of(ref).spec(ref)).module
     config = resolve_model_data_config(source)
-    images = open_judge(str(class_folders), config, 5, None, workers=0, ignore_labels=True).sample(256)
+    images = open_judge(str(class_folders), config, 5, None, workers=0, ignore_labels=True).sample(256)[0]
     costs = costs_of_models(source, images, op="elu")
     costliest = sorted(costs, key=lambda path: -costs[path])
     report = json.loads(Path("out/report.json").read_text())

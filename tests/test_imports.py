@@ -25,7 +25,7 @@ LAYERS = [
     {"surgery", "model", "probe", "mimetic"},
     {"initial", "images", "classes", "data", "audit", "devices"},
     {"distill"},
-    {"catalogue", "compare", "evaluation", "bench", "hybrid"},
+    {"catalogue", "compare", "evaluation", "bench", "training_cost", "hybrid"},
     {"artifact", "card", "plots"},
     {"pipeline", "finished", "inspection"},
     {"cli", "__main__", "__init__"},

@@ -110,7 +110,7 @@ def keep_costliest(
         The recipe that keeps these sites by rules, and what was measured. Rules that have no site left are gone: a
         recipe with such a rule does not run.
     """
-    pixels = judge.sample(IMAGES)
+    pixels, _ = judge.sample(IMAGES)
     # What the operators draw here leaves no trace, so that the returned recipe gives the same weights.
     with torch.random.fork_rng(devices=[]):
         teacher = apply_plan(source, plan.with_operator("softmax")).to(judge.device).eval()

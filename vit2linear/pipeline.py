@@ -27,7 +27,7 @@ from vit2linear.data import train_batches, train_view
 from vit2linear.devices import accelerator_for
 from vit2linear.distill.calibrate import CalibrationReport, calibrate
 from vit2linear.distill.loop import StageReport, check_stages, run_stage, split_steps
-from vit2linear.errors import DataError, RecipeError
+from vit2linear.errors import DataError
 from vit2linear.evaluation import Judge, default_images, open_judge
 from vit2linear.images import DEFAULT_NOTE
 from vit2linear.initial import copied_keys, drawn_weights, start_words

@@ -85,6 +85,11 @@ def check_stages(options: DistillOptions, operators: Iterable[type[Operator]], n
     return replace(options, attention=stages["attention"], feature=stages["feature"], task=stages["task"])
 
 
+def objective_of(options: DistillOptions, stage: str) -> Objective:
+    """What a stage minimises."""
+    return Objective(options.stages[stage].losses, options.temperature, options.label_smoothing)
+
+
 def split_steps(options: DistillOptions, total: int) -> dict[str, int]:
     """Optimiser steps of each stage, summing to ``total``."""
     shares = [stage.share for stage in options.stages.values()]
@@ -122,7 +127,7 @@ def run_stage(
     stage = options.stages[name]
     groups = parameter_groups(student, stage)
     trained = [p for g in groups for p in g["params"]]
-    task = TASKS[name](teacher, student, Objective(stage.losses, options.temperature, options.label_smoothing))
+    task = TASKS[name](teacher, student, objective_of(options, name))
     # Dropout and drop path stay off: the teacher's function is what is learned, and it is deterministic.
     teacher.eval().requires_grad_(False)
     student.eval().requires_grad_(False)

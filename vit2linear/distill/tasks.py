@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 import torch
@@ -68,6 +68,16 @@ def _as_tokens(features: Tensor, layout: str) -> Float[Tensor, "batch tokens cha
     return features.flatten(1, 2) if layout == "NHWC" else features.flatten(2).transpose(1, 2)
 
 
+class Reached(Exception):  # noqa: N818, a signal and no error
+    """Raised by a hook: what was wanted of a forward has been computed, and the rest of it is not needed."""
+
+
+def run_until_reached(model: nn.Module, pixels: Tensor) -> None:
+    """A forward without its head, for what hooks see of it; ends where one of them raises ``Reached``."""
+    with suppress(Reached):
+        last_features(model, pixels)
+
+
 class Task(ABC):
     """A stage's step: gradients of one batch."""
 
@@ -94,8 +104,8 @@ class SiteTask(Task):
     """Stage ``attention``: every site matches the teacher's output on the teacher's own input.
 
     Inside the teacher's one forward, each student site runs with gradients and its loss is back-propagated at once, so
-    only one site's graph is alive. Not wrapped in DDP, whose backward inside a forward would desynchronise: gradients
-    are averaged here, in one flat buffer.
+    only one site's graph is alive; after the last of them the teacher stops. Not wrapped in DDP, whose backward inside
+    a forward would desynchronise: gradients are averaged here, in one flat buffer.
     """
 
     fields = frozenset({"sites", "maps"})
@@ -111,6 +121,7 @@ class SiteTask(Task):
         losses: list[Tensor] = []
         mine, theirs = Outputs(), Outputs()
         mapped = "maps" in self.objective.needs
+        left = set(self.teacher_sites)
 
         def match(path: str) -> Any:
             def hook(module: LinearAttention, args: Any, kwargs: Any, output: Any) -> None:
@@ -129,6 +140,9 @@ class SiteTask(Task):
                 losses.append(loss.detach())
                 for seen in (mine.sites, mine.maps, theirs.sites, theirs.maps):
                     seen.clear()  # one site's graph at a time
+                left.discard(path)
+                if not left:
+                    raise Reached
 
             return hook
 
@@ -140,7 +154,7 @@ class SiteTask(Task):
                 maps_captured(self.teacher_sites if mapped else {}, theirs),
                 maps_captured(self.student_sites if mapped else {}, mine),
             ):
-                self.teacher.forward_features(pixels)  # type: ignore[operator]
+                run_until_reached(self.teacher, pixels)
         finally:
             for hook in hooks:
                 hook.remove()
