@@ -14,7 +14,7 @@
     model = "demo"
 
     [[column]]                       # optional: each cell is run once for each of them
-    name = "relu"
+    name = "relu"                    # column = "...": label; default: the name
     convert = [{ op = "relu" }]
 
     [[cell]]
@@ -114,10 +114,11 @@ def read_experiment(path: Path) -> Experiment:
     if unknown := set(text.metrics) - set(METRICS):
         raise RecipeError(f"{path}: metrics: {', '.join(sorted(unknown))}: unknown.", f"Known: {', '.join(METRICS)}.")
     base = changed(override(Recipe(), data__path=text.select), text.base, f"{path}: base")
-    columns = {}
+    columns, titles = {}, {}
     for i, entry in enumerate(text.column):
         label, changes = _split(entry, f"{path}: column.{i}")
         columns[label.name] = changed(base, changes, f"{path}: column {label.name!r}")
+        titles[label.name] = label.column or label.name
     cells: list[Cell] = []
     for i, entry in enumerate(text.cell):
         label, changes = _split(entry, f"{path}: cell.{i}")
@@ -128,7 +129,7 @@ def read_experiment(path: Path) -> Experiment:
             if column not in columns:
                 raise RecipeError(f"{where}: there is no column {column!r}.", f"Columns: {', '.join(columns)}.")
             recipe = changed(columns[column], changes, where).check()
-            cells.append(Cell(f"{label.name}-{column}", row, column, recipe))
+            cells.append(Cell(f"{label.name}-{column}", row, titles[column], recipe))
     for what, counts in (
         ("name", Counter(c.name for c in cells)),
         ("row and column", Counter((c.row, c.column) for c in cells)),
