@@ -40,7 +40,7 @@ class Judge:
     def __call__(self, teacher: nn.Module, student: nn.Module, limit: int | None = None) -> EvalReport:
         """Compare on the validation images, at most ``limit`` of them."""
         images = self.sets.validation
-        limit = limit or self.limit
+        limit = min((n for n in (limit, self.limit) if n is not None), default=None)
         headless = not teacher.num_classes
         return compare(
             teacher,
