@@ -27,6 +27,7 @@ LAYERS = [
     {"distill"},
     {"catalogue", "compare", "evaluation", "bench", "training_cost", "hybrid"},
     {"artifact", "card", "plots"},
+    {"prepare"},
     {"pipeline", "finished", "inspection"},
     {"cli", "__main__", "__init__"},
 ]

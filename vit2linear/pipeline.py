@@ -1,6 +1,6 @@
 """``convert``: the only file that knows the order of the steps.
 
-resolve, plan on the meta device (the dry run stops here), probe the images - load, choose the sites that keep the
+prepare (the dry run stops here), probe the images - load, choose the sites that keep the
 softmax, surgery, calibrate, stage ``attention``, stage ``feature``, audit, evaluate, write, reload and compare, rename.
 """
 
@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from timm.data import resolve_model_data_config
 from torch import nn
 
 import vit2linear
@@ -26,96 +23,20 @@ from vit2linear.audit import audit
 from vit2linear.data import train_batches, train_view
 from vit2linear.devices import accelerator_for
 from vit2linear.distill.calibrate import CalibrationReport, calibrate
-from vit2linear.distill.loop import StageReport, check_stages, run_stage, split_steps
+from vit2linear.distill.loop import StageReport, run_stage, split_steps
 from vit2linear.errors import DataError
-from vit2linear.evaluation import Judge, default_images, open_judge
-from vit2linear.images import DEFAULT_NOTE
-from vit2linear.initial import copied_keys, drawn_weights, start_words
-from vit2linear.plan import Plan, make_plan, plan_notes
-from vit2linear.probe import Probe, plan_to_json, probe
-from vit2linear.recipe import OPERATORS, Recipe, override, to_toml
+from vit2linear.evaluation import Judge, open_judge
+from vit2linear.initial import drawn_weights, start_words
+from vit2linear.prepare import Prepared, prepare
+from vit2linear.probe import plan_to_json
+from vit2linear.recipe import Recipe, to_toml
 from vit2linear.reporting import Reporter
-from vit2linear.resolve import DEMO, layout_of, resolve
-from vit2linear.sources.base import ModelRef, ModelSpec
 from vit2linear.surgery import apply_plan
 
-CALIBRATION_IMAGES = 512
-"""Read by the closed form where nothing is trained."""
 CHECK_IMAGES = 512
 """Training images that decide between last and averaged weights."""
 MONITOR_IMAGES = 2000
 """Between stages at most so many images are evaluated."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Everything that is known before a weight is read: what ``--dry-run`` shows."""
-
-    recipe: Recipe
-    """Effective: source, output and steps filled in."""
-    ref: ModelRef
-    spec: ModelSpec
-    plan: Plan
-    probe: Probe
-    parameters: int
-    num_classes: int
-    data_config: dict[str, Any]
-    notes: tuple[str, ...]
-
-    @property
-    def output(self) -> Path:
-        """The folder to write."""
-        return Path(self.recipe.output.dir or "")
-
-
-def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
-    """Resolve and plan; no weight file is opened.
-
-    Raises:
-        Vit2LinearError: whatever is wrong with recipe, output folder, source or rules, cheapest check first.
-    """
-    recipe.check()
-    if recipe.output.dir is not None:
-        artifact.check_output(Path(recipe.output.dir), overwrite)
-    ref = resolve(recipe.source.model, recipe.source.revision, recipe.source.arch)
-    spec = layout_of(ref).spec(ref)
-    if recipe.source.size is not None:
-        spec = model.at_size(spec, recipe.source.size)
-    skeleton = model.skeleton(spec)
-    plan = make_plan(skeleton, recipe.convert)
-    copied = copied_keys(skeleton, plan, recipe.source)
-    hybrid.check_keep(plan, recipe.keep_softmax)
-    probed = probe(skeleton, plan)
-    notes = [*spec.notes, *plan_notes(plan)]
-    if recipe.keep_softmax:
-        n, k = len(plan.replaced), recipe.keep_softmax
-        notes.append(f"the rules convert {n} sites; the {k} costliest, measured on images, keep the softmax")
-    headless = not skeleton.num_classes
-    if len(copied) < len(skeleton.state_dict()):
-        notes.append(f"start of the student: {start_words(recipe.source, headless)}")
-    used = [OPERATORS.get(s.op) for s in plan.replaced]
-    stages = check_stages(recipe.distill, used, int(skeleton.num_classes))  # type: ignore[arg-type]
-    if stages != recipe.distill:
-        notes.append("the model has no class head: the loss 'logits' is left out")
-        recipe = dataclasses.replace(recipe, distill=stages)
-    if recipe.data.path is None and ref.name != DEMO:
-        notes.append(DEFAULT_NOTE)
-    steps = recipe.distill.steps if recipe.distill.steps is not None else 300 if ref.name == DEMO else 2000
-    calibrated = recipe.distill.calibration.images
-    recipe = override(
-        recipe,
-        output__dir=recipe.output.dir or _default_output(ref, plan),
-        distill__steps=steps,
-        distill__calibration__images=calibrated if calibrated is not None else 0 if steps else CALIBRATION_IMAGES,
-        data__path=recipe.data.path or default_images(ref.name),
-    )
-    width = max(s.site.geometry.width for s in plan.sites)  # that of the last stage, where there are stages
-    recipe = dataclasses.replace(recipe, distill=recipe.distill.at_width(width))
-    artifact.check_output(Path(str(recipe.output.dir)), overwrite)
-    data_config = resolve_model_data_config(skeleton)
-    data_config["input_size"] = model.input_size(skeleton)
-    parameters = sum(p.numel() for p in skeleton.parameters())
-    return Prepared(recipe, ref, spec, plan, probed, parameters, int(skeleton.num_classes), data_config, tuple(notes))  # type: ignore[arg-type]
 
 
 def convert(
@@ -154,7 +75,7 @@ def convert(
     kept: hybrid.KeepReport | None = None
     if recipe.keep_softmax:
         recipe, kept = hybrid.keep_costliest(loaded.module, recipe, plan, judge, reporter)
-        prepared = _replanned(prepared, recipe)
+        prepared = prepared.replanned(recipe)
         plan = prepared.plan
     source = loaded.module.state_dict()
     teacher = apply_plan(loaded.module, plan.with_operator("softmax")).to(accelerator.device).eval()
@@ -224,13 +145,6 @@ def _moments(recipe: Recipe, steps: dict[str, int]) -> list[str]:
     return moments
 
 
-def _replanned(prepared: Prepared, recipe: Recipe) -> Prepared:
-    """The same with other rules."""
-    skeleton = model.skeleton(prepared.spec)
-    plan = make_plan(skeleton, recipe.convert)
-    return dataclasses.replace(prepared, recipe=recipe, plan=plan, probe=probe(skeleton, plan))
-
-
 def _stage(
     name: str,
     steps: int,
@@ -272,12 +186,3 @@ def _judge(prepared: Prepared, device: torch.device, ignore_labels: bool) -> Jud
         device=device,
         seed=recipe.run.seed,
     )
-
-
-def _default_output(ref: ModelRef, plan: Plan) -> str:
-    """``<model>-<op>``, in the current folder."""
-    name = ref.repo.repo if ref.repo is not None and ref.registry_name is None else ref.name
-    operators = sorted({s.op for s in plan.replaced})
-    short = [op.split(":")[-1].lower() for op in operators]
-    path = Path(name.removeprefix("local-dir:")).resolve()
-    return "-".join([path.stem if ref.weights_name is not None else path.name, *short])

@@ -12,7 +12,7 @@ from vit2linear.cli._errors import exit_codes
 
 if TYPE_CHECKING:
     from vit2linear.artifact import Artifact
-    from vit2linear.pipeline import Prepared
+    from vit2linear.prepare import Prepared
 
 
 def convert(
@@ -117,11 +117,11 @@ def convert(
             run__precision=precision,
         ).check()
 
-        from vit2linear import pipeline
+        from vit2linear import pipeline, prepare
         from vit2linear.cli._output import TerminalReporter, err, out, print_json
 
         if dry_run:
-            prepared = pipeline.prepare(request, overwrite)
+            prepared = prepare.prepare(request, overwrite)
             if json:
                 print_json(_plan_json(prepared))
             else:
