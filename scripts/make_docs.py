@@ -18,6 +18,7 @@ from vit2linear.cli.main import app
 
 DOCS = Path(__file__).parents[1] / "docs"
 SECTIONS = [
+    ("", recipe.Recipe),
     ("source", recipe.SourceOptions),
     ("[convert]", recipe.Rule),
     ("distill", recipe.DistillOptions),
@@ -62,12 +63,13 @@ def recipes_page() -> str:
     """docs/recipes.md."""
     parts = [RECIPES_HEAD]
     for section, kind in SECTIONS:
-        parts.append(f"## `[{section}]`\n\n| key | type | default | meaning |\n|---|---|---|---|")
+        title = f"`[{section}]`" if section else "Before the first section"
+        parts.append(f"## {title}\n\n| key | type | default | meaning |\n|---|---|---|---|")
         values = _defaults(section, kind)
         texts = attribute_docstrings(kind)
         hints = typing.get_type_hints(kind)
         for field in dataclasses.fields(kind):
-            if dataclasses.is_dataclass(hints[field.name]):
+            if dataclasses.is_dataclass(hints[field.name]) or field.name == "convert":
                 continue  # has a section of its own
             cells = [
                 f"`{field.name}`",
@@ -115,7 +117,7 @@ def _defaults(section: str, kind: type) -> dict[str, object]:
     if section.startswith("["):
         return dict(vars(kind()))
     node: object = default
-    for part in section.split("."):
+    for part in filter(None, section.split(".")):
         node = getattr(node, part)
     return dict(vars(node))
 

@@ -38,7 +38,7 @@ def demo() -> tuple[nn.Module, Tensor]:
     ref = resolve("demo")
     loaded = load(ref, layout_of(ref).spec(ref))
     config = resolve_model_data_config(loaded.module)
-    return loaded.module, open_judge("demo", config, 10, None, workers=0, ignore_labels=True).sample(120)
+    return loaded.module, open_judge("demo", config, 10, None, workers=0, ignore_labels=True).sample(120)[0]
 
 
 @pytest.mark.parametrize("op", ["relu", "inline", "agent", "ttt"])
@@ -112,8 +112,9 @@ def test_on_the_command_line(checkpoint: Path, class_folders: Path, cli: Run) ->
     cli("convert", checkpoint, "--op", "relu", "--calibrate", 10, "-o", "a", *small)
     cli("convert", checkpoint, "--op", "relu", "--calibrate", 0, "-o", "b", *small)
     a, b = (json.loads(Path(name, "report.json").read_text()) for name in "ab")
-    assert a["calibration"]["images"] == 8 and a["calibration"]["held_out"] == 2
+    (report,) = a["calibration"].values()
+    assert report["images"] == 8 and report["held_out"] == 2
     assert [h["moment"] for h in a["history"]] == ["before training", "after calibration"]
-    assert b["calibration"] is None and len(b["history"]) == 1 and not b["audit"]["trained"]
+    assert not b["calibration"] and len(b["history"]) == 1 and not b["audit"]["trained"]
     assert "needs at least 2" in cli("convert", checkpoint, "--op", "relu", "--calibrate", 1, *small, code=5).stderr
     assert set(a["audit"]["trained"]) <= {f"blocks.{i}.attn.proj.{w}" for i in range(4) for w in ("weight", "bias")}

@@ -12,10 +12,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from vit2linear.data import Batch
-from vit2linear.distill.loop import parameter_groups, run_stage, split_steps
+from vit2linear.distill.loop import check_stages, parameter_groups, run_stage, split_steps
 from vit2linear.distill.tasks import ModelTask, SiteTask, run
-from vit2linear.errors import DistillError, UnknownNameError
-from vit2linear.losses import LOSSES, Outputs, check_losses, total_loss, unexplained
+from vit2linear.errors import DistillError, RecipeError, UnknownNameError
+from vit2linear.losses import LOSSES, Objective, Outputs, unexplained
 from vit2linear.recipe import OPERATORS, DistillOptions
 from vit2linear.reporting import Progress, Reporter
 from vit2linear.site import sites_of
@@ -46,15 +46,14 @@ def pair(op: str = "relu", **args: Any) -> tuple[nn.Module, nn.Module]:
 
 def batches(steps: int, size: int = 8) -> list[Batch]:
     generator = torch.Generator().manual_seed(1)
-    batch = torch.randn(size, 3, 32, 32, generator=generator), torch.zeros(size)
+    batch = torch.randn(size, 3, 32, 32, generator=generator), torch.zeros(size, dtype=torch.long)
     return [batch] * steps
 
 
 def train(stage: str, teacher: nn.Module, student: nn.Module, steps: int = 30, **changes: Any) -> Quiet:
     reporter = Quiet()
     options = replace(OPTIONS, **changes)
-    losses = getattr(options, stage).losses
-    run_stage(stage, teacher, student, iter(batches(steps)), steps, options, losses, Accelerator(cpu=True), reporter)
+    run_stage(stage, teacher, student, iter(batches(steps)), steps, options, Accelerator(cpu=True), reporter)
     return reporter
 
 
@@ -104,7 +103,7 @@ def test_stage_attention_gradients_are_those_of_replayed_sites() -> None:
     loss.backward()
     wanted = {k: p.grad.clone() for k, p in student.named_parameters() if p.grad is not None}
     student.zero_grad()
-    mine = SiteTask(teacher, student, ATTENTION_STAGE.losses).backward(Accelerator(cpu=True), x)
+    mine = SiteTask(teacher, student, Objective(ATTENTION_STAGE.losses)).backward(Accelerator(cpu=True), x)
     torch.testing.assert_close(mine, loss.detach())
     for name, parameter in student.named_parameters():
         if name in wanted:
@@ -115,7 +114,9 @@ def test_stage_attention_gradients_are_those_of_replayed_sites() -> None:
 
 def test_stage_attention_sets_the_grid_from_the_teacher() -> None:
     teacher, student = pair(dynamic_img_size=True)
-    SiteTask(teacher, student, ATTENTION_STAGE.losses).backward(Accelerator(cpu=True), torch.randn(2, 3, 16, 48))
+    SiteTask(teacher, student, Objective(ATTENTION_STAGE.losses)).backward(
+        Accelerator(cpu=True), torch.randn(2, 3, 16, 48)
+    )
     assert sites_of(student)["blocks.0.attn"].grid_ref.grid == (2, 6)
 
 
@@ -141,7 +142,9 @@ def test_parameter_groups() -> None:
         parameter_groups(student, replace(ATTENTION_STAGE, lr=0.0, lr_new=0.0))
 
 
-@pytest.mark.parametrize(("total", "wanted"), [(0, (0, 0)), (1, (0, 1)), (10, (3, 7)), (20000, (6000, 14000))])
+@pytest.mark.parametrize(
+    ("total", "wanted"), [(0, (0, 0, 0)), (1, (0, 1, 0)), (10, (3, 7, 0)), (20000, (6000, 14000, 0))]
+)
 def test_steps_are_split_by_the_shares(total: int, wanted: tuple[int, int]) -> None:
     assert tuple(split_steps(OPTIONS, total).values()) == wanted
 
@@ -155,41 +158,156 @@ def test_a_loss_that_is_not_finite_names_stage_step_and_site() -> None:
         train("feature", teacher, student, 2)
 
 
+PLAIN = ("site_mse", "map_mse", "feature_mse")
+"""Squared errors in their own units, as papers have them."""
+
+
+def random_outputs() -> Outputs:
+    return Outputs(
+        {"a": torch.randn(2, 5, 8)},
+        {"a": torch.randn(2, 3, 5, 5).softmax(-1)},
+        (torch.randn(2, 5, 8), torch.randn(2, 3, 4)),
+        torch.randn(2, 8),
+        torch.randn(2, 3),
+        torch.tensor([0, 2]),
+    )
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_vanish_at_the_teacher_and_do_not_depend_on_its_units(name: str) -> None:
     torch.manual_seed(0)
 
-    def outputs(scale: float = 1.0) -> Outputs:
-        return Outputs(
-            {"a": scale * torch.randn(2, 5, 8)},
-            (scale * torch.randn(2, 5, 8), scale * torch.randn(2, 3, 4)),
-            scale * torch.randn(2, 8),
-            torch.randn(2, 3),
-        )
-
     def scaled(o: Outputs) -> Outputs:
         assert o.pooled is not None
         tokens = tuple(100 * t for t in o.tokens)
-        return Outputs({p: 100 * y for p, y in o.sites.items()}, tokens, 100 * o.pooled, o.logits)
+        return replace(o, sites={p: 100 * y for p, y in o.sites.items()}, tokens=tokens, pooled=100 * o.pooled)
 
-    student, teacher = outputs(), outputs()
-    value = LOSSES[name](student, teacher)
+    student, teacher = random_outputs(), random_outputs()
+    loss = Objective({name: 1.0}, label_smoothing=0.0)
+    value = loss(student, teacher)
     assert value.ndim == 0 and value > 0.01
-    assert LOSSES[name](teacher, teacher).abs() < 1e-6
-    torch.testing.assert_close(LOSSES[name](scaled(student), scaled(teacher)), value, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(total_loss({name: 3.0}, student, teacher), 3 * value)
+    torch.testing.assert_close(Objective({name: 3.0}, label_smoothing=0.0)(student, teacher), 3 * value)
+    if name == "labels":  # it knows no teacher, and vanishes where the student is sure and right
+        student.logits = torch.tensor([[50.0, 0, 0], [0, 0, 50.0]])
+        assert loss(student, teacher) < 1e-6
+        return
+    assert loss(teacher, teacher).abs() < 1e-6
+    if name not in PLAIN:
+        torch.testing.assert_close(loss(scaled(student), scaled(teacher)), value, rtol=1e-4, atol=1e-6)
 
 
-def test_loss_names_are_checked() -> None:
-    with pytest.raises(UnknownNameError, match="Did you mean 'logits'"):
-        check_losses({"feature": 1.0, "logit": 1.0})
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_means_over_images(name: str) -> None:
+    """Half a batch on each of two processes gives the whole batch's loss."""
+    torch.manual_seed(0)
+
+    def image(o: Outputs, i: slice) -> Outputs:
+        assert o.pooled is not None and o.logits is not None and o.labels is not None
+        sites, maps = ({p: y[i] for p, y in x.items()} for x in (o.sites, o.maps))
+        return Outputs(sites, maps, tuple(t[i] for t in o.tokens), o.pooled[i], o.logits[i], o.labels[i])
+
+    student, teacher, loss = random_outputs(), random_outputs(), Objective({name: 1.0})
+    halves = [loss(image(student, i), image(teacher, i)) for i in (slice(0, 1), slice(1, 2))]
+    torch.testing.assert_close(torch.stack(halves).mean(), loss(student, teacher))
+
+
+def test_losses_are_their_formulas() -> None:
+    """Against torch's and plain loops."""
+    torch.manual_seed(0)
+    student, teacher = random_outputs(), random_outputs()
+    a, b = teacher.maps["a"].double(), student.maps["a"].double()
+    wanted = sum(a[i, h, q] @ (a[i, h, q] / b[i, h, q]).log() for i in range(2) for h in range(3) for q in range(5))
+    torch.testing.assert_close(Objective({"map_kl": 1.0})(student, teacher).double(), wanted / 30)
+    s, t = student.logits, teacher.logits
+    assert s is not None and t is not None
+    hard = nn.CrossEntropyLoss(label_smoothing=0.2)(s, torch.tensor([0, 2]))
+    torch.testing.assert_close(Objective({"labels": 1.0}, label_smoothing=0.2)(student, teacher), hard)
+    soft = 9 * nn.KLDivLoss(reduction="batchmean")((s / 3).log_softmax(1), (t / 3).softmax(1))
+    torch.testing.assert_close(Objective({"logits": 1.0}, temperature=3.0)(student, teacher), soft)
+    cosines = [[x @ x.mT / (x.norm(dim=-1)[:, None] * x.norm(dim=-1)) for x in o.tokens[0]] for o in (student, teacher)]
+    rows = [[x / x.norm(dim=-1, keepdim=True) for x in maps] for maps in cosines]
+    wanted = 1 - torch.stack([(x * y).sum(-1).mean() for x, y in zip(*rows, strict=True)]).mean()
+    one = replace(student, tokens=student.tokens[:1]), replace(teacher, tokens=teacher.tokens[:1])
+    torch.testing.assert_close(Objective({"relational": 1.0})(*one), wanted)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [("attention", n) for n, known in LOSSES.items() if known.needs <= SiteTask.fields] + [("task", n) for n in LOSSES],
+)
+def test_every_loss_trains(stage: str, name: str) -> None:
+    teacher, student = pair()
+    changed = replace(OPTIONS.stages[stage], losses={name: 1.0})
+    reporter = train(stage, teacher, student, 20, **{stage: changed})
+    assert sum(p.loss for p in reporter.seen[-3:]) / 3 < reporter.seen[0].loss
+
+
+def test_maps_are_compared_with_the_softmax_of_the_source() -> None:
+    teacher, _ = pair()
+    x = batches(1)[0][0]
+    inputs: list[Tensor] = []
+    attention = sites_of(teacher)["blocks.1.attn"]
+    handle = attention.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    with torch.no_grad():
+        found = run(teacher, x, sites_of(teacher), maps=True).maps["blocks.1.attn"]
+        handle.remove()
+        q, k, _ = attention.qkv(inputs[0]).reshape(8, 17, 3, 3, 16).permute(2, 0, 3, 1, 4)
+    torch.testing.assert_close(found, (q @ k.mT / 4).softmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("stage", "losses", "op", "classes", "says"),
+    [
+        ("feature", {"feature": 1.0, "logit": 1.0}, "relu", 5, "Did you mean 'logits'"),
+        ("attention", {"feature": 1.0}, "relu", 5, "'feature' needs pooled, tokens; possible here: map_kl"),
+        ("attention", {"map_mse": 1.0}, "ttt", 5, "operator 'ttt', which has no such routing map"),
+        ("attention", {"map_kl": 1.0}, "inline", 5, "operator 'inline', whose routing map can be negative"),
+        ("feature", {"logits": 1.0}, "relu", 0, "no loss is left"),
+        ("feature", {"labels": 1.0}, "relu", 0, "'labels' needs a class head"),
+    ],
+)
+def test_losses_that_cannot_be_had_are_refused(
+    stage: str, losses: dict[str, float], op: str, classes: int, says: str
+) -> None:
+    options = replace(OPTIONS, **{stage: replace(OPTIONS.stages[stage], losses=losses)})  # type: ignore[arg-type]
+    with pytest.raises((UnknownNameError, RecipeError), match=says):
+        check_stages(options, [OPERATORS.get(op)], classes)
+
+
+def test_stage_task_learns_labels_that_the_teacher_does_not_know() -> None:
+    teacher, student = pair()
+    pixels = batches(1)[0][0]
+    labels = (run(teacher, pixels, {}).logits.argmin(1)).detach()  # type: ignore[union-attr]
+    options = replace(OPTIONS, task=replace(OPTIONS.task, losses={"labels": 1.0}))
+    steps = iter([(pixels, labels)] * 60)
+    run_stage("task", teacher, student, steps, 60, options, Accelerator(cpu=True), Quiet())
+    assert (run(student, pixels, {}).logits.argmax(1) == labels).float().mean() > 0.9  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("noisy", [True, False])
+def test_the_better_of_last_and_averaged_weights_is_kept(noisy: bool) -> None:
+    """At a wild learning rate the average is better; while everything still falls steadily the last weights are."""
+    teacher, student = pair()
+    rate = 3e-2 if noisy else 1e-4
+    stage = replace(FEATURE_STAGE, lr=rate, lr_rest=rate, lr_new=rate)
+    options = replace(OPTIONS, feature=stage, ema=0.9 if noisy else 0.999, warmup=0.0)
+    torch.manual_seed(2)
+    data = [(torch.randn(4, 3, 32, 32), torch.zeros(4, dtype=torch.long)) for _ in range(25)]
+    check = torch.randn(70, 3, 32, 32), torch.zeros(70, dtype=torch.long)
+    # Cut short, before the schedule has brought the rate down.
+    report = run_stage("feature", teacher, student, iter(data), 100, options, Accelerator(cpu=True), Quiet(), check)
+    assert report.averaged is not None and report.averaged.kept == noisy
+    with torch.no_grad():
+        sites = sites_of(teacher), sites_of(student)
+        mine, theirs = (run(m, check[0], s) for m, s in zip((student, teacher), sites[::-1], strict=True))
+    wanted = min(report.averaged.loss, report.averaged.loss_averaged)
+    assert float(Objective(stage.losses)(mine, theirs)) == pytest.approx(wanted, rel=1e-4)
 
 
 def test_headless_models_have_no_logits() -> None:
     teacher, student = pair(num_classes=0)
     assert run(teacher, batches(1)[0][0], {}).logits is None
-    loss = {"feature": 1.0, "site_output": 0.1}
-    task = ModelTask(teacher, student, loss)
+    task = ModelTask(teacher, student, Objective({"feature": 1.0, "site_output": 0.1}))
     task.prepare(Accelerator(cpu=True))
     assert task.backward(Accelerator(cpu=True), batches(1)[0][0]).isfinite()
     assert all(p.grad is not None for p in student.parameters())

@@ -1,7 +1,8 @@
 """Proof, not trust: what became of every weight, and how many softmax attentions are left.
 
-*dropped* is what the plan gives up and nothing else, *new* lies under ``.op.``, *copied* is bitwise equal; and one
-forward under a counter of softmaxes over pairs of tokens finds exactly the sites that were kept.
+*dropped* is what the plan gives up and nothing else, *new* lies under ``.op.``, *copied* is bitwise equal to the source
+and *drawn* was not to be copied (bitwise equal to what was drawn, where nothing was trained); and one forward under a
+counter of softmaxes over pairs of tokens finds exactly the sites that were kept.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Audit:
     copied: tuple[str, ...]
     """Bitwise equal to the source."""
     trained: tuple[str, ...]
-    """In the source, and changed by distillation."""
+    """Copied from the source, and changed by distillation."""
+    drawn: tuple[str, ...]
+    """In the source, but drawn anew rather than copied, whether trained since or not."""
     new: tuple[str, ...]
     """The operators' own weights."""
     dropped: tuple[str, ...]
@@ -41,14 +44,21 @@ class Audit:
     """Sites at which a softmax over pairs of tokens ran in one forward of the student."""
 
 
-def audit(source: Mapping[str, Tensor], student: nn.Module, plan: Plan, trained: bool) -> Audit:
+def audit(
+    source: Mapping[str, Tensor],
+    student: nn.Module,
+    plan: Plan,
+    trained: bool,
+    drawn: Mapping[str, Tensor] | None = None,
+) -> Audit:
     """Account for every weight and every softmax.
 
     Args:
         source: the source's state dict.
         student: the converted model.
         plan: what was to happen.
-        trained: whether weights may differ from the source at all.
+        trained: whether weights may differ from those that the student started from.
+        drawn: the weights that the student started from instead of the source's, by key.
 
     Raises:
         SurgeryError: the conversion is not what the plan said.
@@ -57,8 +67,10 @@ def audit(source: Mapping[str, Tensor], student: nn.Module, plan: Plan, trained:
     dropped = tuple(sorted(source.keys() - mine.keys()))
     new = tuple(sorted(mine.keys() - source.keys()))
     shared = [k for k in source if k in mine]
-    equal = [k for k in shared if torch.equal(source[k].cpu(), mine[k].cpu())]
-    changed = tuple(sorted(set(shared) - set(equal)))
+    drawn = drawn or {}
+    start = {**source, **drawn}
+    equal = {k for k in shared if torch.equal(start[k].cpu(), mine[k].cpu())}
+    changed = sorted(set(shared) - equal)
     agreed = tuple(plan.drop_keys)
     missing = [k for k in dropped if not any(k == a or k.startswith(f"{a}.") for a in agreed)]
     if missing:
@@ -77,7 +89,9 @@ def audit(source: Mapping[str, Tensor], student: nn.Module, plan: Plan, trained:
     silent = sorted(s.site.path for s in plan.sites if s.op in (KEEP, "softmax") and s.site.path not in found)
     if silent:
         raise SurgeryError(f"audit: no softmax over pairs of tokens ran in {_some(silent)}, where the plan keeps it.")
-    return Audit(tuple(sorted(equal)), changed, new, dropped, len(found))
+    copied = tuple(sorted(equal - drawn.keys()))
+    taught = tuple(k for k in changed if k not in drawn)
+    return Audit(copied, taught, tuple(sorted(drawn.keys() & mine.keys())), new, dropped, len(found))
 
 
 def softmax_modules(model: nn.Module) -> set[str]:

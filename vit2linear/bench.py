@@ -11,6 +11,7 @@ import multiprocessing
 import resource
 import statistics
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,13 +113,8 @@ def measure(job: Job, size: Size, device: torch.device, rounds: int = 9, memory:
     models = {name: job.model(name, size).to(device) for name in names}
     channels = models[SOFTMAX].in_chans
     pixels = torch.randn(job.batch_size, channels, *size, device=device)  # type: ignore[call-overload]
-    seconds: dict[str, list[float]] = {name: [] for name in names}
     with torch.inference_mode():
-        for turn in range(rounds + 2):
-            for name, model in models.items():
-                took = _seconds(model, pixels)
-                if turn >= 2:
-                    seconds[name].append(took)
+        seconds = interleaved(models, pixels, rounds)
     del models
     tokens = most_tokens(job, size)
 
@@ -175,42 +171,58 @@ def flops(job: Job, name: str, size: Size) -> int:
 def peak_mib(job: Job, name: str, size: Size, device: torch.device) -> float:
     """Memory that one forward adds at its peak: of the device, or of a fresh process on the CPU."""
     if device.type == "cuda":
-        model = job.model(name, size).to(device)
+        return _peak_of_forward(job, name, size, device)
+    return in_fresh_process(_peak_of_forward, job, name, size, torch.device("cpu"))
+
+
+def in_fresh_process(measure: Callable[..., float], *args: Any) -> float:
+    """What ``measure(*args)`` finds in a process that has done nothing before; both must be picklable."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measure, *args).result()
+
+
+def added_mib(work: Callable[[], object], device: torch.device) -> float:
+    """MiB that ``work`` adds at its peak: to the device, or to this process (CPU), which should be a fresh one."""
+    if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        _forward(job, model, size, device)
+        work()
         return (torch.cuda.max_memory_allocated(device) - before) / 2**20
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_peak_of_this_process, job, name, size).result()
-
-
-def _peak_of_this_process(job: Job, name: str, size: Size) -> float:
-    model = job.model(name, size)
-    # Building the model may have taken more than the forward will: Linux can start its peak over.
+    # What came before (building models) may have taken more than the work will: Linux can start its peak over.
     status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     if reset.exists():
         reset.write_text("5")
-        before = _kib(status, "VmRSS")
-        _forward(job, model, size, torch.device("cpu"))
-        return (_kib(status, "VmHWM") - before) / 2**10
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    _forward(job, model, size, torch.device("cpu"))
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20  # bytes on macOS
+        resident = _kib(status, "VmRSS")
+        work()
+        return (_kib(status, "VmHWM") - resident) / 2**10
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    work()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident) / 2**20  # bytes on macOS
+
+
+def interleaved(
+    works: Mapping[str, Callable[[Tensor], object]], pixels: Tensor, rounds: int, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Seconds of every work in every round, one after the other, after rounds of warming up that do not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for turn in range(warmup + rounds):
+        for name, work in works.items():
+            start = time.perf_counter()
+            work(pixels)
+            if pixels.is_cuda:
+                torch.cuda.synchronize()
+            if turn >= warmup:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def _peak_of_forward(job: Job, name: str, size: Size, device: torch.device) -> float:
+    model = job.model(name, size).to(device)
+    pixels = torch.zeros(job.batch_size, int(model.in_chans), *size, device=device)  # type: ignore[arg-type]
+    with torch.inference_mode():
+        return added_mib(lambda: model(pixels), device)
 
 
 def _kib(status: Path, key: str) -> int:
     (line,) = (line for line in status.read_text().splitlines() if line.startswith(f"{key}:"))
     return int(line.split()[1])
-
-
-def _forward(job: Job, model: nn.Module, size: Size, device: torch.device) -> None:
-    with torch.inference_mode():
-        model(torch.zeros(job.batch_size, int(model.in_chans), *size, device=device))  # type: ignore[arg-type]
-
-
-def _seconds(model: nn.Module, pixels: Tensor) -> float:
-    start = time.perf_counter()
-    model(pixels)
-    if pixels.is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start

@@ -10,7 +10,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from vit2linear.compare import EvalReport
 from vit2linear.distill.loop import StageReport
 from vit2linear.plan import Plan, plan_notes
-from vit2linear.recipe import OPERATORS
+from vit2linear.recipe import KEEP, OPERATORS
 from vit2linear.sources.base import ModelRef
 
 _HUB_LICENSES = {
@@ -51,8 +51,9 @@ def render(
     plan: Plan,
     stages: list[StageReport],
     report: EvalReport,
+    start: str,
 ) -> str:
-    """The card's text, front matter included."""
+    """The card's text, front matter included; ``start`` says what was copied."""
     operators = sorted({s.op for s in plan.replaced})
     headless = report.agreement is None
     data = ModelCardData(
@@ -67,7 +68,7 @@ def render(
     )
     source = f"[{ref.repo.repo}](https://huggingface.co/{ref.repo.repo})" if ref.repo else f"`{Path(ref.name).name}`"
     commit = f" at commit `{ref.repo.commit}`" if ref.repo is not None else ""
-    kept = len(plan.sites) - len(plan.replaced)
+    kept = [f"`{s.site.path}`" for s in plan.sites if s.op == KEEP]
     papers = "; ".join(f"`{op}`: {OPERATORS.get(op).summary} ({OPERATORS.get(op).reference})" for op in operators)
     trained = [f"{s.steps} steps of stage `{s.stage}` ({s.images:,} images)" for s in stages if s.steps]
     distilled = "distilled label-free from it: " + ", then ".join(trained) if trained else "not trained"
@@ -75,9 +76,9 @@ def render(
 # {name}
 
 {source}{commit} with the softmax of {len(plan.replaced)} of {len(plan.sites)} attention modules replaced by an \
-operator of linear cost{f" ({kept} kept)" if kept else ""}, everything else copied, and {distilled}.
+operator of linear cost{f" ({len(kept)} kept)" if kept else ""}, {start}, and {distilled}.
 
-Operators: {papers}.
+Operators: {papers}.{f" Softmax stays in {', '.join(kept)}." if kept else ""}
 
 ## Use
 

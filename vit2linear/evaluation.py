@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from vit2linear.classes import match_classes
@@ -51,9 +52,14 @@ class Judge:
             bank=self._bank(limit) if headless and images.classes is not None else None,
         )
 
-    def sample(self, count: int) -> Tensor:
-        """At most ``count`` training images as they are evaluated, always the same ones."""
-        return torch.cat([pixels for pixels, _ in self._batches(self.sets.train, count)])
+    def sample(self, count: int) -> Batch:
+        """At most ``count`` training images as they are evaluated, always the same ones, and the model's classes."""
+        pixels, classes = zip(*self._batches(self.sets.train, count), strict=True)
+        return torch.cat(pixels), self.as_model_classes(torch.cat(classes))
+
+    def as_model_classes(self, classes: Int[Tensor, " images"]) -> Int[Tensor, " images"]:
+        """The model's class of each image, from the set's; -1 where the set's classes are not the model's."""
+        return torch.full_like(classes, -1) if self.class_map is None else torch.tensor(self.class_map)[classes]
 
     def _batches(self, images: Images, limit: int | None) -> Iterator[Batch]:
         return eval_batches(images, eval_view(self.data_config), self.batch_size, limit, self.workers)

@@ -143,6 +143,16 @@ def load(ref: ModelRef, spec: ModelSpec) -> LoadedModel:
     return LoadedModel(ref, replace(spec, dtype=dtype), model.eval())
 
 
+def fresh(spec: ModelSpec, seed: int) -> nn.Module:
+    """The source's architecture with weights as timm initialises them, the same for the same seed; on the CPU.
+
+    The global random state is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return _create(spec, pretrained=False).eval()
+
+
 def _create(spec: ModelSpec, pretrained: bool, **overlay: Any) -> nn.Module:
     # Passed as the overlay only: timm would keep a reference to the weights in the model's pretrained_cfg.
     model: nn.Module = timm.create_model(

@@ -35,6 +35,8 @@ class Operator(nn.Module, ABC):
     """Whether the cost grows linearly with the number of tokens."""
     has_map: ClassVar[bool] = True
     """Whether ``map`` exists: the heads are a matrix of tokens by tokens times v."""
+    signed: ClassVar[bool] = False
+    """Whether entries of the map can be negative."""
     streams: ClassVar[int] = 1
     """Maps of one head: the value's channels are split into so many equal parts, each routed by a map of its own."""
 

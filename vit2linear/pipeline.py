@@ -1,7 +1,7 @@
 """``convert``: the only file that knows the order of the steps.
 
-resolve, plan on the meta device, probe the images (the dry run stops here) - load, surgery, calibrate, stage
-``attention``, stage ``feature``, audit, evaluate, write, reload and compare, rename.
+resolve, plan on the meta device (the dry run stops here), probe the images - load, choose the sites that keep the
+softmax, surgery, calibrate, stage ``attention``, stage ``feature``, audit, evaluate, write, reload and compare, rename.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from timm.data import resolve_model_data_config
 from torch import nn
 
 import vit2linear
-from vit2linear import artifact, card, model
+from vit2linear import artifact, card, hybrid, model
 from vit2linear.artifact import Artifact
 from vit2linear.audit import audit
 from vit2linear.data import train_batches, train_view
 from vit2linear.devices import accelerator_for
 from vit2linear.distill.calibrate import CalibrationReport, calibrate
-from vit2linear.distill.loop import StageReport, run_stage, split_steps
-from vit2linear.errors import RecipeError
+from vit2linear.distill.loop import StageReport, check_stages, run_stage, split_steps
+from vit2linear.errors import DataError
 from vit2linear.evaluation import Judge, default_images, open_judge
 from vit2linear.images import DEFAULT_NOTE
-from vit2linear.losses import check_losses
+from vit2linear.initial import copied_keys, drawn_weights, start_words
 from vit2linear.plan import Plan, make_plan, plan_notes
 from vit2linear.probe import Probe, plan_to_json, probe
-from vit2linear.recipe import Recipe, override, to_toml
+from vit2linear.recipe import OPERATORS, Recipe, override, to_toml
 from vit2linear.reporting import Reporter
 from vit2linear.resolve import DEMO, layout_of, resolve
 from vit2linear.sources.base import ModelRef, ModelSpec
@@ -41,6 +41,8 @@ from vit2linear.surgery import apply_plan
 
 CALIBRATION_IMAGES = 512
 """Read by the closed form where nothing is trained."""
+CHECK_IMAGES = 512
+"""Training images that decide between last and averaged weights."""
 MONITOR_IMAGES = 2000
 """Between stages at most so many images are evaluated."""
 
@@ -73,8 +75,6 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
         Vit2LinearError: whatever is wrong with recipe, output folder, source or rules, cheapest check first.
     """
     recipe.check()
-    for stage in (recipe.distill.attention, recipe.distill.feature):
-        check_losses(stage.losses)
     if recipe.output.dir is not None:
         artifact.check_output(Path(recipe.output.dir), overwrite)
     ref = resolve(recipe.source.model, recipe.source.revision, recipe.source.arch)
@@ -83,13 +83,21 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
         spec = model.at_size(spec, recipe.source.size)
     skeleton = model.skeleton(spec)
     plan = make_plan(skeleton, recipe.convert)
+    copied = copied_keys(skeleton, plan, recipe.source)
+    hybrid.check_keep(plan, recipe.keep_softmax)
     probed = probe(skeleton, plan)
     notes = [*spec.notes, *plan_notes(plan)]
+    if recipe.keep_softmax:
+        n, k = len(plan.replaced), recipe.keep_softmax
+        notes.append(f"the rules convert {n} sites; the {k} costliest, measured on images, keep the softmax")
     headless = not skeleton.num_classes
-    if headless and "logits" in recipe.distill.feature.losses:
-        losses = {k: v for k, v in recipe.distill.feature.losses.items() if k != "logits"}
-        recipe = override(recipe, distill__feature__losses=losses)
+    if len(copied) < len(skeleton.state_dict()):
+        notes.append(f"start of the student: {start_words(recipe.source, headless)}")
+    used = [OPERATORS.get(s.op) for s in plan.replaced]
+    stages = check_stages(recipe.distill, used, int(skeleton.num_classes))  # type: ignore[arg-type]
+    if stages != recipe.distill:
         notes.append("the model has no class head: the loss 'logits' is left out")
+        recipe = dataclasses.replace(recipe, distill=stages)
     if recipe.data.path is None and ref.name != DEMO:
         notes.append(DEFAULT_NOTE)
     steps = recipe.distill.steps if recipe.distill.steps is not None else 300 if ref.name == DEMO else 2000
@@ -135,22 +143,34 @@ def convert(
     for note in prepared.notes:
         reporter.say(note)
     judge = _judge(prepared, accelerator.device, ignore_labels)
+    learns = [name for name, stage in recipe.distill.stages.items() if stage.share and "labels" in stage.losses]
+    if steps and learns and judge.class_map is None:
+        raise DataError(
+            f"{recipe.data.path} has no classes of the model, which the loss 'labels' of stage {learns[0]!r} learns.",
+            "Give labelled images of the model's classes, or leave the loss out.",
+        )
     set_seed(recipe.run.seed)
     loaded = model.load(prepared.ref, prepared.spec)
+    kept: hybrid.KeepReport | None = None
+    if recipe.keep_softmax:
+        recipe, kept = hybrid.keep_costliest(loaded.module, recipe, plan, judge, reporter)
+        prepared = _replanned(prepared, recipe)
+        plan = prepared.plan
     source = loaded.module.state_dict()
     teacher = apply_plan(loaded.module, plan.with_operator("softmax")).to(accelerator.device).eval()
     student = apply_plan(loaded.module, plan).to(accelerator.device).eval()
-    todo = {stage: count for stage, count in split_steps(recipe.distill, steps).items() if count}
-    moments = ["before training", *(["after calibration"] if recipe.distill.calibration.images else [])]
-    moments += [f"after stage {stage}" for stage in todo]
-    calibrated: CalibrationReport | None = None
+    drawn = drawn_weights(loaded.module, prepared.spec, plan, recipe.source, recipe.run.seed)
+    student.load_state_dict(drawn, strict=False)
+    todo = split_steps(recipe.distill, steps)
+    moments = _moments(recipe, todo)
+    calibrated: dict[str, CalibrationReport] = {}
     stages: list[StageReport] = []
     history: list[dict[str, Any]] = []
     for moment in moments:
         stage = moment.removeprefix("after stage ")
-        if moment == "after calibration":
-            pixels = judge.sample(recipe.distill.calibration.images or 0)
-            calibrated = calibrate(teacher, student, pixels, recipe.distill.calibration, reporter)
+        if moment.startswith("after calibration"):
+            pixels, _ = judge.sample(recipe.distill.calibration.images or 0)
+            calibrated[moment] = calibrate(teacher, student, pixels, recipe.distill.calibration, reporter)
         elif stage in todo:
             stages.append(_stage(stage, todo[stage], teacher, student, prepared, judge, accelerator, reporter))
         if accelerator.is_main_process:
@@ -160,10 +180,11 @@ def convert(
     accelerator.wait_for_everyone()
     if not accelerator.is_main_process:
         return Artifact(f"local-dir:{prepared.output}", {}, prepared.output)
-    audited = audit(source, student, plan, trained=bool(stages) or calibrated is not None)
+    audited = audit(source, student, plan, trained=bool(stages or calibrated), drawn=drawn)
     licence = card.license_of(prepared.ref, prepared.spec.pretrained_cfg, recipe.output.license)
     if licence.get("license_name") == "unknown":
         reporter.say("The source states no licence, so the card says 'unknown'; state it with --license.")
+    start = start_words(recipe.source, not prepared.num_classes)
     record = {
         "format": 1,
         "vit2linear": vit2linear.__version__,
@@ -176,16 +197,38 @@ def convert(
         },
         "data": {"path": recipe.data.path, "held_out": judge.sets.held_out, "ignore_labels": ignore_labels},
         "plan": plan_to_json(plan, prepared.probe),
+        "start": {"init": recipe.source.init, "head": recipe.source.head, "words": start},
+        "keep_softmax": dataclasses.asdict(kept) if kept is not None else None,
         "audit": dataclasses.asdict(audited),
-        "calibration": dataclasses.asdict(calibrated) if calibrated is not None else None,
+        "calibration": {moment: dataclasses.asdict(c) for moment, c in calibrated.items()},
         "stages": [dataclasses.asdict(s) for s in stages],
         "history": history,
         "evaluation": dataclasses.asdict(report),
     }
     # Where this run wrote its output is nobody else's business, and the recipe is to run again elsewhere.
     portable = dataclasses.replace(recipe, output=dataclasses.replace(recipe.output, dir=None))
-    text = card.render(prepared.output.name, prepared.ref, licence, plan, stages, report)
+    text = card.render(prepared.output.name, prepared.ref, licence, plan, stages, report, start)
     return artifact.write(prepared.output, student, prepared.data_config, to_toml(portable), record, text)
+
+
+def _moments(recipe: Recipe, steps: dict[str, int]) -> list[str]:
+    """When the student is evaluated: at the start and after everything that changes it."""
+    calibration = recipe.distill.calibration
+    moments = ["before training"]
+    for stage, count in steps.items():
+        # Without any training there is one moment for the closed form, whatever stage it was meant for.
+        if calibration.images and stage in calibration.before and (count or not any(steps.values())):
+            again = f" before stage {stage}" if "after calibration" in moments else ""
+            moments.append(f"after calibration{again}")
+        moments += [f"after stage {stage}"] if count else []
+    return moments
+
+
+def _replanned(prepared: Prepared, recipe: Recipe) -> Prepared:
+    """The same with other rules."""
+    skeleton = model.skeleton(prepared.spec)
+    plan = make_plan(skeleton, recipe.convert)
+    return dataclasses.replace(prepared, recipe=recipe, plan=plan, probe=probe(skeleton, plan))
 
 
 def _stage(
@@ -199,9 +242,8 @@ def _stage(
     reporter: Reporter,
 ) -> StageReport:
     options, run = prepared.recipe.distill, prepared.recipe.run
-    images = judge.sets.train
     batches = train_batches(
-        images,
+        judge.sets.train,
         train_view(prepared.data_config, options.augment),
         options.batch_size,
         steps,
@@ -211,8 +253,9 @@ def _stage(
         accelerator.process_index,
         accelerator.num_processes,
     )
-    losses = getattr(options, name).losses
-    return run_stage(name, teacher, student, batches, steps, options, losses, accelerator, reporter)
+    labelled = ((pixels, judge.as_model_classes(classes)) for pixels, classes in batches)
+    check = judge.sample(CHECK_IMAGES) if options.ema else None
+    return run_stage(name, teacher, student, labelled, steps, options, accelerator, reporter, check)
 
 
 def _judge(prepared: Prepared, device: torch.device, ignore_labels: bool) -> Judge:
@@ -235,8 +278,6 @@ def _default_output(ref: ModelRef, plan: Plan) -> str:
     """``<model>-<op>``, in the current folder."""
     name = ref.repo.repo if ref.repo is not None and ref.registry_name is None else ref.name
     operators = sorted({s.op for s in plan.replaced})
-    if not operators:
-        raise RecipeError("the rules keep every site, so there is nothing to convert.")
     short = [op.split(":")[-1].lower() for op in operators]
     path = Path(name.removeprefix("local-dir:")).resolve()
     return "-".join([path.stem if ref.weights_name is not None else path.name, *short])

@@ -140,7 +140,7 @@ def make_plan(model: nn.Module, rules: Sequence[Rule]) -> Plan:
     sites = find_sites(model)
     if not sites:
         raise SurgeryError(*_no_sites(model))
-    chosen = {site.path: next((r for r in rules if fnmatchcase(site.path, r.sites)), None) for site in sites}
+    chosen = {site.path: rule_for(site.path, rules) for site in sites}
     for i, rule in enumerate(rules):
         if not any(rule is r for r in chosen.values()):
             raise RecipeError(
@@ -150,6 +150,11 @@ def make_plan(model: nn.Module, rules: Sequence[Rule]) -> Plan:
     plans = [_plan_site(model, s, r) if (r := chosen[s.path]) is not None else SitePlan(s, KEEP) for s in sites]
     plan = Plan(tuple(plans))
     return replace(plan, shared=shared_by_none(model, plan.operators))
+
+
+def rule_for(path: str, rules: Sequence[Rule]) -> Rule | None:
+    """The first rule that matches a site; ``None``: the site keeps its softmax."""
+    return next((r for r in rules if fnmatchcase(path, r.sites)), None)
 
 
 def make_operator(entry: dict[str, Any], geometry: HeadGeometry) -> Operator:

@@ -164,8 +164,8 @@ class DistillOptions:
 
     def at_width(self, width: int) -> DistillOptions:
         """Every learning rate filled in, for a model ``width`` wide."""
-        rates = {"attention": 1e-3, "feature": 3e-4, "task": 3e-4}
-        return dataclasses.replace(self, **{n: s.at_width(rates[n], width) for n, s in self.stages.items()})
+        attention, feature = self.attention.at_width(1e-3, width), self.feature.at_width(3e-4, width)
+        return dataclasses.replace(self, attention=attention, feature=feature, task=self.task.at_width(3e-4, width))
 
 
 @dataclass(frozen=True)

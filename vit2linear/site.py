@@ -53,6 +53,8 @@ class SiteKind(ABC):
     """Classes of timm models that the kind is for, tried before the kinds that name none."""
     output: ClassVar[str] = "proj"
     """Name of the child that is the output projection."""
+    whole_block: ClassVar[bool] = False
+    """Whether the module is a block, with its MLP, rather than an attention module."""
     windowed: ClassVar[bool] = False
     """Whether ``project`` and ``merge`` can route over the whole map where the source routes inside windows."""
     settings: ClassVar[Mapping[str, Any]] = {}

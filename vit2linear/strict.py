@@ -56,7 +56,7 @@ def _build(kind: Any, value: Any, default: Any, where: str, problems: list[str])
         return default
     elif origin is tuple:
         if isinstance(value, list | tuple):
-            empty = args[0]() if dataclasses.is_dataclass(args[0]) else None
+            empty: Any = args[0]() if isinstance(args[0], type) and dataclasses.is_dataclass(args[0]) else None
             return tuple(_build(args[0], v, empty, f"{where}.{i}", problems) for i, v in enumerate(value))
     elif origin is dict:
         if isinstance(value, dict):

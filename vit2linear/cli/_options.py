@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -43,3 +44,24 @@ def key_value(text: str) -> tuple[str, Any]:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return key.strip(), value.strip()
+
+
+def sites_to_keep(texts: Sequence[str]) -> tuple[int | None, list[str]]:
+    """``["2", "blocks.0.attn,blocks.5.*"]`` as the number of sites to be chosen by measuring, and the globs.
+
+    Raises:
+        RecipeError: more than one number, or an empty name.
+    """
+    counts: list[int] = []
+    globs: list[str] = []
+    for part in (part.strip() for text in texts for part in text.split(",")):
+        try:
+            counts.append(int(part))
+        except ValueError:
+            globs.append(part)
+    if len(counts) > 1 or "" in globs:
+        raise RecipeError(
+            f"--keep-softmax: {','.join(texts)!r} is not a number of sites, nor a list of sites.",
+            "For example: --keep-softmax 2, or --keep-softmax blocks.0.attn,blocks.11.attn.",
+        )
+    return (counts[0] if counts else None), globs

@@ -38,6 +38,13 @@ def convert(
     global_windows: Annotated[
         bool | None, typer.Option("--global-windows", help="Windowed attention becomes global: one window.")
     ] = None,
+    keep_softmax: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="K|SITES",
+            help="Sites that keep the softmax: the K costliest by measuring, or a glob; may be repeated.",
+        ),
+    ] = None,
     data: o.Data = None,
     distill_steps: Annotated[
         int | None, typer.Option(help="Optimiser steps of both stages together; 0 converts without training.")
@@ -53,6 +60,10 @@ def convert(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,
     arch: o.Arch = None,
     img_size: o.ImgSize = None,
+    init: Annotated[
+        str | None, typer.Option(help="What the student copies: full, mlp, attention, random or mimetic.")
+    ] = None,
+    head: Annotated[str | None, typer.Option(help="copy or random: the class head, whatever --init says.")] = None,
     batch_size: o.BatchSize = None,
     workers: o.Workers = None,
     num_samples: o.EvalSamples = None,
@@ -65,7 +76,7 @@ def convert(
 ) -> None:
     """Convert a pretrained Softmax ViT: swap the attention, copy the rest, distil, evaluate, write."""
     with exit_codes():
-        from vit2linear.recipe import Recipe, override, read_recipe
+        from vit2linear.recipe import KEEP, Recipe, override, read_recipe
         from vit2linear.sizes import parse_size
 
         request = read_recipe(recipe) if recipe is not None else Recipe()
@@ -82,13 +93,17 @@ def convert(
         changes = {k: v for k, v in given.items() if v is not None}
         # A new operator is a new plan; the rest changes the plan that there is.
         rules = [changes] if op is not None else [{**vars(rule), **changes} for rule in request.convert]
+        count, kept = o.sites_to_keep(keep_softmax or [])
         request = override(
             request,
+            keep_softmax=count,
             source__model=source,
             source__revision=revision,
             source__arch=arch,
             source__img_size=parse_size(img_size) if img_size is not None else None,
-            convert=rules,
+            source__init=init,
+            source__head=head,
+            convert=[*({"op": KEEP, "sites": glob} for glob in kept), *rules],
             distill__steps=distill_steps,
             distill__calibration__images=calibrate,
             distill__batch_size=batch_size,

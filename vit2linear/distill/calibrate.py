@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit2linear.distill.tasks import last_features, run
+from vit2linear.distill.tasks import Reached, run, run_until_reached
 from vit2linear.errors import DataError
 from vit2linear.losses import unexplained
 from vit2linear.recipe import Calibration
@@ -175,10 +175,6 @@ class _Seen:
     stream: Tensor | None
 
 
-class _Reached(Exception):  # noqa: N818, a signal and no error
-    """The site has been passed; nothing after it is needed."""
-
-
 def _until(model: nn.Module, path: str, site: LinearAttention, pixels: Tensor) -> _Seen:
     """What enters and leaves the output projection, and the residual stream of the block, in units of its output."""
     stream: list[Tensor] = []
@@ -195,13 +191,11 @@ def _until(model: nn.Module, path: str, site: LinearAttention, pixels: Tensor) -
     def leave(_: nn.Module, args: Any, output: Tensor) -> None:
         x = stream[0] if stream else None
         seen.append(_Seen(args[0].flatten(0, -2), output.flatten(0, -2), x))
-        raise _Reached
+        raise Reached
 
     hooks = [block.register_forward_pre_hook(enter), getattr(site, site.kind.output).register_forward_hook(leave)]
     try:
-        last_features(model, pixels.to(next(model.parameters()).device))
-    except _Reached:
-        pass
+        run_until_reached(model, pixels.to(next(model.parameters()).device))
     finally:
         for hook in hooks:
             hook.remove()

@@ -6,10 +6,11 @@ the student's sites.
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -17,14 +18,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from vit2linear.errors import DistillError
-from vit2linear.losses import Outputs, total_loss
+from vit2linear.losses import LOSSES, Objective, Outputs
+from vit2linear.operator import Operator
 from vit2linear.site import LinearAttention, sites_of
 
 
-def run(model: nn.Module, pixels: Tensor, sites: Mapping[str, LinearAttention]) -> Outputs:
-    """One forward of a timm model with the outputs of ``sites`` kept."""
+def run(model: nn.Module, pixels: Tensor, sites: Mapping[str, LinearAttention], maps: bool = False) -> Outputs:
+    """One forward of a timm model with the outputs, and the routing maps, of ``sites`` kept."""
     outputs = Outputs()
-    with _captured(sites, outputs):
+    with _captured(sites, outputs), maps_captured(sites if maps else {}, outputs):
         features = last_features(model, pixels)
     outputs.tokens = _tokens(model, features)
     outputs.pooled = pooled_feature(model, features)
@@ -66,13 +68,26 @@ def _as_tokens(features: Tensor, layout: str) -> Float[Tensor, "batch tokens cha
     return features.flatten(1, 2) if layout == "NHWC" else features.flatten(2).transpose(1, 2)
 
 
+class Reached(Exception):  # noqa: N818, a signal and no error
+    """Raised by a hook: what was wanted of a forward has been computed, and the rest of it is not needed."""
+
+
+def run_until_reached(model: nn.Module, pixels: Tensor) -> None:
+    """A forward without its head, for what hooks see of it; ends where one of them raises ``Reached``."""
+    with suppress(Reached):
+        last_features(model, pixels)
+
+
 class Task(ABC):
     """A stage's step: gradients of one batch."""
 
-    def __init__(self, teacher: nn.Module, student: nn.Module, losses: Mapping[str, float]) -> None:
+    fields: ClassVar[frozenset[str]]
+    """Of ``Outputs``: what the losses of this stage may read."""
+
+    def __init__(self, teacher: nn.Module, student: nn.Module, objective: Objective) -> None:
         self.teacher = teacher
         self.student = student
-        self.losses = losses
+        self.objective = objective
         self.student_sites = sites_of(student)
         self.teacher_sites = {path: m for path, m in sites_of(teacher).items() if path in self.student_sites}
 
@@ -81,7 +96,7 @@ class Task(ABC):
         """Get ready for several processes."""
 
     @abstractmethod
-    def backward(self, accelerator: Accelerator, pixels: Tensor) -> Tensor:
+    def backward(self, accelerator: Accelerator, pixels: Tensor, labels: Tensor | None = None) -> Tensor:
         """Leave the gradients of this batch, averaged over processes, in the parameters; return the loss."""
 
 
@@ -89,9 +104,11 @@ class SiteTask(Task):
     """Stage ``attention``: every site matches the teacher's output on the teacher's own input.
 
     Inside the teacher's one forward, each student site runs with gradients and its loss is back-propagated at once, so
-    only one site's graph is alive. Not wrapped in DDP, whose backward inside a forward would desynchronise: gradients
-    are averaged here, in one flat buffer.
+    only one site's graph is alive; after the last of them the teacher stops. Not wrapped in DDP, whose backward inside
+    a forward would desynchronise: gradients are averaged here, in one flat buffer.
     """
+
+    fields = frozenset({"sites", "maps"})
 
     def prepare(self, accelerator: Accelerator) -> None:
         """Start every process from the main process's weights."""
@@ -99,9 +116,12 @@ class SiteTask(Task):
             for parameter in self.student.parameters():
                 torch.distributed.broadcast(parameter.data, src=0)
 
-    def backward(self, accelerator: Accelerator, pixels: Tensor) -> Tensor:
+    def backward(self, accelerator: Accelerator, pixels: Tensor, labels: Tensor | None = None) -> Tensor:
         """Teacher forward with the students' backward passes inside."""
         losses: list[Tensor] = []
+        mine, theirs = Outputs(), Outputs()
+        mapped = "maps" in self.objective.needs
+        left = set(self.teacher_sites)
 
         def match(path: str) -> Any:
             def hook(module: LinearAttention, args: Any, kwargs: Any, output: Any) -> None:
@@ -109,22 +129,32 @@ class SiteTask(Task):
                 # The student's backbone does not run, so its grid comes from the teacher's.
                 site.grid_ref.grid = module.grid_ref.grid
                 with torch.enable_grad():
-                    mine = Outputs(sites={path: site.kind.answer(args[0], site(*args, **kwargs))})
-                    target = Outputs(sites={path: module.kind.answer(args[0], output)})
-                    loss = total_loss(self.losses, mine, target)
+                    mine.sites[path] = site.kind.answer(args[0], site(*args, **kwargs))
+                    theirs.sites[path] = module.kind.answer(args[0], output)
+                    loss = self.objective(mine, theirs)
                     if not torch.isfinite(loss):
                         raise DistillError(
                             f"the loss at site {path!r} is {loss.item()}.", "Lower distill.attention.lr."
                         )
                     accelerator.backward(loss / len(self.teacher_sites))
                 losses.append(loss.detach())
+                for seen in (mine.sites, mine.maps, theirs.sites, theirs.maps):
+                    seen.clear()  # one site's graph at a time
+                left.discard(path)
+                if not left:
+                    raise Reached
 
             return hook
 
         hooks = [m.register_forward_hook(match(p), with_kwargs=True) for p, m in self.teacher_sites.items()]
         try:
-            with torch.no_grad(), accelerator.autocast():
-                self.teacher.forward_features(pixels)  # type: ignore[operator]
+            with (
+                torch.no_grad(),
+                accelerator.autocast(),
+                maps_captured(self.teacher_sites if mapped else {}, theirs),
+                maps_captured(self.student_sites if mapped else {}, mine),
+            ):
+                run_until_reached(self.teacher, pixels)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -134,32 +164,46 @@ class SiteTask(Task):
 
 
 class ModelTask(Task):
-    """Stage ``feature``: the student on its own inputs, end to end."""
+    """Stages ``feature`` and ``task``: the student on its own inputs, end to end."""
+
+    fields = frozenset(field.name for field in dataclasses.fields(Outputs))
 
     def prepare(self, accelerator: Accelerator) -> None:
         """Wrap forward and loss, so that DDP sees an ordinary module."""
-        self._step = accelerator.prepare(_StudentLoss(self.student, self.losses))
+        self._step = accelerator.prepare(_StudentLoss(self.student, self.objective))
 
-    def backward(self, accelerator: Accelerator, pixels: Tensor) -> Tensor:
+    def backward(self, accelerator: Accelerator, pixels: Tensor, labels: Tensor | None = None) -> Tensor:
         """Teacher forward, student forward, backward."""
-        with accelerator.autocast():
-            with torch.no_grad():
-                target = run(self.teacher, pixels, self.teacher_sites)
-            loss: Tensor = self._step(pixels, target)
+        loss = self.loss(accelerator, pixels, labels)
         if not torch.isfinite(loss):
-            raise DistillError(f"the loss is {loss.item()}.", "Lower the learning rates of distill.feature.")
+            raise DistillError(f"the loss is {loss.item()}.", "Lower the stage's learning rates.")
         accelerator.backward(loss)
         return loss.detach()
 
+    def loss(self, accelerator: Accelerator, pixels: Tensor, labels: Tensor | None = None) -> Tensor:
+        """The loss of a batch."""
+        needs = self.objective.needs
+        with accelerator.autocast():
+            target = Outputs()
+            if needs != LOSSES["labels"].needs:  # otherwise the teacher has no say
+                with torch.no_grad():
+                    target = run(
+                        self.teacher, pixels, self.teacher_sites if needs & {"sites", "maps"} else {}, "maps" in needs
+                    )
+            target.labels = labels
+            loss: Tensor = self._step(pixels, target)
+        return loss
+
 
 class _StudentLoss(nn.Module):
-    def __init__(self, student: nn.Module, losses: Mapping[str, float]) -> None:
+    def __init__(self, student: nn.Module, objective: Objective) -> None:
         super().__init__()
         self.student = student
-        self.losses = losses
+        self.objective = objective
 
     def forward(self, pixels: Tensor, target: Outputs) -> Tensor:
-        return total_loss(self.losses, run(self.student, pixels, sites_of(self.student)), target)
+        sites = sites_of(self.student) if target.sites or target.maps else {}
+        return self.objective(run(self.student, pixels, sites, bool(target.maps)), target)
 
 
 @contextmanager
@@ -171,6 +215,25 @@ def _captured(sites: Mapping[str, LinearAttention], outputs: Outputs) -> Iterato
         return hook
 
     hooks = [module.register_forward_hook(keep(path)) for path, module in sites.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def maps_captured(sites: Mapping[str, LinearAttention], outputs: Outputs) -> Iterator[None]:
+    """Keep the routing map of every site that runs meanwhile."""
+
+    def keep(path: str) -> Any:
+        def hook(op: Operator, args: Any, _: Any) -> None:
+            q, k, _, ctx = args
+            outputs.maps[path] = op.map(q, k, ctx)
+
+        return hook
+
+    hooks = [module.op.register_forward_hook(keep(path)) for path, module in sites.items()]
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ class InLineAttention(AffineRule):
 
     name = "inline"
     family = "affine"
+    signed = True
     summary = "A = 1/N + s (q k^T - q mean(k)^T) / N, rows sum to 1, signed"
     reference = "InLine, arXiv 2412.06590"
     notes = (

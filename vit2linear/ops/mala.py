@@ -15,6 +15,7 @@ class MALA(KernelOperator):
 
     name = "mala"
     family = "affine"
+    signed = True
     summary = "A = K / sum(K) + (K - mean(K)) / N, K = s phi(q) phi(k)^T, phi(x) = elu(x) + 1; rows sum to 1, signed"
     reference = "MALA, arXiv 2507.00698"
     notes = (

@@ -18,6 +18,7 @@ class NystromAttention(LandmarkOperator):
     """A = softmax(s q l_k^T) pinv(softmax(s l_q l_k^T)) softmax(s l_q k^T), l_q and l_k pooled (arXiv 2102.03902)."""
 
     name = "nystrom"
+    signed = True  # by the approximate inverse
     summary = "softmax(q l_k^T) pinv(softmax(l_q l_k^T)) softmax(l_q k^T), landmarks l are pooled queries and keys"
     reference = "Nyströmformer, arXiv 2102.03902"
     notes = (

@@ -16,6 +16,7 @@ class SimA(PlainRule):
 
     name = "sima"
     family = "kernel"
+    signed = True
     summary = "A = q' k'^T, channels of q and k divided by their L1 norms over tokens; signed, rows sum to anything"
     reference = "SimA, arXiv 2206.08898"
     notes = (

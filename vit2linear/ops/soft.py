@@ -18,6 +18,7 @@ class SoftmaxFreeAttention(LandmarkOperator):
     """A = K_nl D^(-1/2) K_ll^(-1) D^(-1/2) K_ln, K a Gaussian kernel of queries, D the degrees of K_ll (SOFT++)."""
 
     name = "soft"
+    signed = True  # by the approximate inverse
     summary = "K_nl D^(-1/2) K_ll^(-1) D^(-1/2) K_ln, K_ij = exp(-|q_i - q_j|^2 / 2 sqrt(d)), landmarks are pooled"
     reference = "SOFT++, arXiv 2207.03341"
     notes = (

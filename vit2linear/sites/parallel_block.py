@@ -21,6 +21,7 @@ class ParallelBlockSite(SiteKind):
     """Norm, fused projection and qk-norm before the routing; the MLP, layer scale and the residual after it."""
 
     output = "attn_out_proj"
+    whole_block = True
 
     def matches(self, module: nn.Module) -> bool:
         """Exactly timm's class."""

@@ -1,0 +1,149 @@
+"""Which sites keep the softmax: those whose conversion costs most, by measuring.
+
+A site's cost is how far the source's *final features* move when that site alone is converted and all others keep their
+softmax. A site's own output says less: later blocks correct some errors and amplify others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from vit2linear.distill.tasks import run
+from vit2linear.errors import DistillError, RecipeError
+from vit2linear.evaluation import Judge
+from vit2linear.losses import unexplained
+from vit2linear.plan import Plan, rule_for
+from vit2linear.recipe import KEEP, Recipe, Rule
+from vit2linear.reporting import Reporter
+from vit2linear.site import LinearAttention, sites_of
+from vit2linear.surgery import apply_plan
+
+IMAGES = 256
+"""Training images that are measured on."""
+BATCH = 32
+"""Images of one forward."""
+
+
+@dataclass(frozen=True)
+class KeepReport:
+    """What was measured, and what follows from it."""
+
+    images: int
+    costs: dict[str, float]
+    """Unexplained energy of the final features where the site alone is converted, by path, the costliest first."""
+    kept: tuple[str, ...]
+    """The sites that keep the softmax, in the model's order."""
+
+
+def check_keep(plan: Plan, count: int) -> None:
+    """Refuse, before anything is read, to keep the softmax everywhere.
+
+    Raises:
+        RecipeError: no site is left to convert.
+    """
+    sites = len(plan.replaced)
+    if not sites:
+        raise RecipeError("the rules keep every site, so there is nothing to convert.")
+    if count >= sites:
+        raise RecipeError(
+            f"keep_softmax: {count} sites are to keep the softmax and the rules convert {sites}, so there is nothing "
+            "to convert.",
+            f"Keep at most {sites - 1}." if sites > 1 else "Leave it out.",
+        )
+
+
+def site_costs(
+    teacher: nn.Module, student: nn.Module, pixels: Float[Tensor, "images channels height width"]
+) -> dict[str, float]:
+    """Cost of every site of ``student``, the costliest first; neither model is changed.
+
+    Args:
+        teacher: the source with ``softmax`` at the student's sites.
+        student: the source with the operators there, its weights copied.
+        pixels: images as they are evaluated.
+
+    Returns:
+        Path to unexplained energy of the final features, where that site alone is converted: 0 is no change.
+
+    Raises:
+        DistillError: a site's operator gives numbers that are not finite.
+    """
+    theirs, mine = sites_of(teacher), sites_of(student)
+    device = next(student.parameters()).device
+    costs = dict.fromkeys(mine, 0.0)
+    with torch.no_grad():
+        for batch in pixels.split(BATCH):
+            images = batch.to(device)
+            target = _final_features(teacher, images)
+            for path, site in mine.items():
+                with _instead_of(theirs[path], site):
+                    moved = unexplained(_final_features(teacher, images), target)
+                costs[path] += float(moved) * len(images) / len(pixels)
+    for path, cost in costs.items():
+        if not cost < float("inf"):
+            raise DistillError(
+                f"with {path} converted the final features are not finite.", f"Keep it: --keep-softmax {path!r}."
+            )
+    return dict(sorted(costs.items(), key=lambda item: -item[1]))
+
+
+def keep_costliest(
+    source: nn.Module, recipe: Recipe, plan: Plan, judge: Judge, reporter: Reporter
+) -> tuple[Recipe, KeepReport]:
+    """Measure, and name the ``recipe.keep_softmax`` costliest sites in rules.
+
+    Args:
+        source: the model with its weights; it is not changed.
+        recipe, plan: what is to be done with it.
+        judge: gives the images.
+        reporter: told every site's cost.
+
+    Returns:
+        The recipe that keeps these sites by rules, and what was measured. Rules that have no site left are gone: a
+        recipe with such a rule does not run.
+    """
+    pixels, _ = judge.sample(IMAGES)
+    # What the operators draw here leaves no trace, so that the returned recipe gives the same weights.
+    with torch.random.fork_rng(devices=[]):
+        teacher = apply_plan(source, plan.with_operator("softmax")).to(judge.device).eval()
+        student = apply_plan(source, plan).to(judge.device).eval()
+    # Rounding may differ between processes; what they build must not.
+    (costs,) = broadcast_object_list([site_costs(teacher, student, pixels)])
+    chosen = {*list(costs)[: recipe.keep_softmax]}
+    for path, cost in costs.items():
+        keeps = ": it keeps the softmax" if path in chosen else ""
+        reporter.say(f"converting {path} alone costs {cost:.4f}{keeps}")
+    paths = [s.site.path for s in plan.sites]
+    kept = tuple(path for path in paths if path in chosen)
+    used = [rule_for(path, recipe.convert) for path in paths if path not in chosen]
+    rules = [Rule(op=KEEP, sites=path) for path in kept]
+    rules += [rule for rule in recipe.convert if any(rule is u for u in used)]
+    return replace(recipe, keep_softmax=0, convert=tuple(rules)), KeepReport(len(pixels), costs, kept)
+
+
+def _final_features(model: nn.Module, pixels: Tensor) -> Float[Tensor, "images _"]:
+    """Final tokens of all branches, one row for each image."""
+    return torch.cat([t.float().flatten(1) for t in run(model, pixels, {}).tokens], dim=1)
+
+
+@contextmanager
+def _instead_of(theirs: LinearAttention, mine: LinearAttention) -> Iterator[None]:
+    """The teacher goes on with what the student's site answers to the same input."""
+
+    def answer(module: LinearAttention, args: Any, kwargs: Any, output: Any) -> Any:
+        mine.grid_ref.grid = module.grid_ref.grid  # the student's backbone does not run
+        return mine(*args, **kwargs)
+
+    hook = theirs.register_forward_hook(answer, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
