@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 FILES = ROOT / "recipes" / "experiments"
 DOCS = ROOT / "docs"
 JOBS = 2
-"""One thread each: on two cores that is faster than one job with two threads."""
+"""At a time: on two cores one thread each, where two threads of one job would mostly wait for each other."""
 
 
 def run_apart(job: Job, threads: int) -> float:

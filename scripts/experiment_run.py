@@ -97,7 +97,7 @@ def run_job(job: Job) -> None:
                 limit=recipe.data.eval_samples,
                 device=recipe.run.device,
             )
-    result = {
+    result: dict[str, Any] = {
         "settings": job.settings,
         "test_data": job.test,
         "test": dataclasses.asdict(tested) if tested is not None else None,
@@ -105,9 +105,10 @@ def run_job(job: Job) -> None:
         "threads": torch.get_num_threads(),
         "seconds": time.perf_counter() - start,
     }
+    for which, name, place in (("test", job.test, test), ("select", job.recipe.data.path, recipe.data.path)):
+        if result[which] is not None and name is not None:  # where the images lie here is nobody else's business
+            result[which]["data"] = result[which]["data"].replace(place, name)
     text = json.dumps(_rounded(result), indent=1) + "\n"
-    for name, place in ((job.test, test), (job.recipe.data.path, recipe.data.path)):
-        text = text.replace(f'"{place} (', f'"{name} (') if name and place else text
     job.output.parent.mkdir(parents=True, exist_ok=True)
     temporary = job.output.with_suffix(".part")
     temporary.write_text(text, "utf-8")

@@ -124,11 +124,22 @@ def plot(experiment: Experiment, found: Found, path: Path) -> None:
         if points:
             x, y, error = zip(*sorted(points), strict=True)
             steps |= set(x)
-            axis.errorbar(x, y, error, color=COLOURS[i % 7], marker=MARKERS[i % 7], markersize=5, capsize=2, label=row)
+            axis.errorbar(
+                x,
+                y,
+                error if any(error) else None,
+                color=COLOURS[i % 7],
+                marker=MARKERS[i % 7],
+                markersize=5,
+                capsize=2,
+                label=row,
+            )
     if teacher is not None:
         axis.axhline(teacher, color="0.4", linestyle="--", linewidth=1, label="teacher (softmax)")
     # Logarithmic, but 0 has its place.
-    axis.set_xscale("symlog", linthresh=min((s for s in steps if s), default=1))
+    first = min((s for s in steps if s), default=1)
+    axis.set_xscale("symlog", linthresh=first, linscale=0.4)
+    axis.set_xlim(left=-0.1 * first)
     axis.set_xticks(sorted(steps), [f"{s:,}" for s in sorted(steps)])
     axis.minorticks_off()
     axis.set_xlabel("optimiser steps")

@@ -20,7 +20,7 @@ from vit2linear.images import ImageList, open_images
 SHIPPED = sorted(experiment.FILES.glob("*.toml"))
 TINY = """
 title = "Tiny"
-select = "$IMAGES"
+select = "$FLAT"
 test = "$IMAGES"
 plot = true
 [base]
@@ -40,9 +40,11 @@ convert.0.local = "dwc3"
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, checkpoint: Path, class_folders: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TINY", str(checkpoint.parent))
-    monkeypatch.setenv("IMAGES", str(class_folders))
+def tiny(
+    tmp_path: Path, checkpoint: Path, class_folders: Path, flat_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    for name, path in (("TINY", checkpoint.parent), ("IMAGES", class_folders), ("FLAT", flat_folder)):
+        monkeypatch.setenv(name, str(path))
     (tmp_path / "results.md").write_text("# Results\n\nKept.\n")
     (tmp_path / "tiny.toml").write_text(TINY)
     return tmp_path / "tiny.toml"
@@ -52,7 +54,7 @@ def run(path: Path, *args: str, jobs: int = 0) -> int:
     return experiment.main([str(path), "--docs", str(path.parent), "--jobs", str(jobs), *args])
 
 
-def test_it_runs_goes_on_and_reruns_what_changed(tiny: Path, class_folders: Path) -> None:
+def test_it_runs_goes_on_and_reruns_what_changed(tiny: Path, flat_folder: Path) -> None:
     assert run(tiny, "--only", "plain*") == 0
     results = tiny.parent / "results" / "tiny"
     plain, local = results / "plain-relu-0.json", results / "local-relu-0.json"
@@ -62,9 +64,10 @@ def test_it_runs_goes_on_and_reruns_what_changed(tiny: Path, class_folders: Path
     assert plain.read_text() == first, "a finished cell was run again"
     result = json.loads(local.read_text())
     assert result["plan"][0]["modifiers"]["local"] == "dwc3" and len(result["plan"][0]["sites"]) == 4
-    assert result["test"]["images"] == result["select"]["images"] == 6
+    assert (result["test"]["data"], result["test"]["images"]) == ("$IMAGES (val)", 6)
+    assert (result["select"]["data"], result["select"]["images"]) == ("$FLAT, held-out 5%", 2)
     assert [stage["steps"] for stage in result["stages"]] == [1, 1]
-    assert str(class_folders.parent) not in first and "$IMAGES (val)" in first and len(first) < 6000
+    assert str(flat_folder.parent.parent) not in first and len(first) < 6000
 
     assert run(tiny, "--table") == run(tiny, "--table") == 0
     page = (tiny.parent / "results.md").read_text()
