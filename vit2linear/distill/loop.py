@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 
 from vit2linear.data import Batch
 from vit2linear.distill.tasks import ModelTask, SiteTask, Task
@@ -85,7 +85,7 @@ def run_stage(
         schedule.step()
         optimizer.zero_grad()
         images += pixels.shape[0] * accelerator.num_processes
-        value = _mean_over_processes(loss, accelerator)
+        value = float(loss)
         if step == 1 or step == steps or step % max(1, steps // 100) == 0:
             curve.append((step, value))
         rate = images / (time.perf_counter() - start)
@@ -127,7 +127,3 @@ def _warmup_cosine(steps: int, warmup: float) -> Callable[[int], float]:
         return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
     return factor
-
-
-def _mean_over_processes(loss: Tensor, accelerator: Accelerator) -> float:
-    return float(accelerator.reduce(loss, reduction="mean"))

@@ -6,6 +6,7 @@ the student's sites.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -76,32 +77,31 @@ class Task(ABC):
         self.student_sites = sites_of(student)
         self.teacher_sites = {path: m for path, m in sites_of(teacher).items() if path in self.student_sites}
 
-    @abstractmethod
     def prepare(self, accelerator: Accelerator) -> None:
-        """Get ready for several processes."""
+        """Start every process from the main process's weights."""
+        if accelerator.num_processes > 1:
+            for tensor in (*self.student.parameters(), *self.student.buffers()):
+                torch.distributed.broadcast(tensor.data, src=0)
 
     @abstractmethod
     def backward(self, accelerator: Accelerator, pixels: Tensor) -> Tensor:
-        """Leave the gradients of this batch, averaged over processes, in the parameters; return the loss."""
+        """Leave the gradients of this batch in the parameters and return the loss, both averaged over processes.
+
+        Raises:
+            DistillError: a loss that is not finite, on every process even if it was met on one.
+        """
 
 
 class SiteTask(Task):
     """Stage ``attention``: every site matches the teacher's output on the teacher's own input.
 
     Inside the teacher's one forward, each student site runs with gradients and its loss is back-propagated at once, so
-    only one site's graph is alive. Not wrapped in DDP, whose backward inside a forward would desynchronise: gradients
-    are averaged here, in one flat buffer.
+    only one site's graph is alive.
     """
-
-    def prepare(self, accelerator: Accelerator) -> None:
-        """Start every process from the main process's weights."""
-        if accelerator.num_processes > 1:
-            for parameter in self.student.parameters():
-                torch.distributed.broadcast(parameter.data, src=0)
 
     def backward(self, accelerator: Accelerator, pixels: Tensor) -> Tensor:
         """Teacher forward with the students' backward passes inside."""
-        losses: list[Tensor] = []
+        losses: dict[str, Tensor] = {}
 
         def match(path: str) -> Any:
             def hook(module: LinearAttention, args: Any, kwargs: Any, output: Any) -> None:
@@ -112,12 +112,8 @@ class SiteTask(Task):
                     mine = Outputs(sites={path: site.kind.answer(args[0], site(*args, **kwargs))})
                     target = Outputs(sites={path: module.kind.answer(args[0], output)})
                     loss = total_loss(self.losses, mine, target)
-                    if not torch.isfinite(loss):
-                        raise DistillError(
-                            f"the loss at site {path!r} is {loss.item()}.", "Lower distill.attention.lr."
-                        )
                     accelerator.backward(loss / len(self.teacher_sites))
-                losses.append(loss.detach())
+                losses[path] = loss.detach()
 
             return hook
 
@@ -128,38 +124,27 @@ class SiteTask(Task):
         finally:
             for hook in hooks:
                 hook.remove()
-        if accelerator.num_processes > 1:
-            _average_gradients(self.student, accelerator)
-        return torch.stack(losses).mean()
+        found = average(self.student, torch.stack([*losses.values()]), accelerator)
+        for path, loss in zip(losses, found.tolist(), strict=True):
+            if not math.isfinite(loss):
+                raise DistillError(f"the loss at site {path!r} is {loss}.", "Lower distill.attention.lr.")
+        return found.mean()
 
 
 class ModelTask(Task):
     """Stage ``feature``: the student on its own inputs, end to end."""
-
-    def prepare(self, accelerator: Accelerator) -> None:
-        """Wrap forward and loss, so that DDP sees an ordinary module."""
-        self._step = accelerator.prepare(_StudentLoss(self.student, self.losses))
 
     def backward(self, accelerator: Accelerator, pixels: Tensor) -> Tensor:
         """Teacher forward, student forward, backward."""
         with accelerator.autocast():
             with torch.no_grad():
                 target = run(self.teacher, pixels, self.teacher_sites)
-            loss: Tensor = self._step(pixels, target)
-        if not torch.isfinite(loss):
-            raise DistillError(f"the loss is {loss.item()}.", "Lower the learning rates of distill.feature.")
+            loss = total_loss(self.losses, run(self.student, pixels, self.student_sites), target)
         accelerator.backward(loss)
-        return loss.detach()
-
-
-class _StudentLoss(nn.Module):
-    def __init__(self, student: nn.Module, losses: Mapping[str, float]) -> None:
-        super().__init__()
-        self.student = student
-        self.losses = losses
-
-    def forward(self, pixels: Tensor, target: Outputs) -> Tensor:
-        return total_loss(self.losses, run(self.student, pixels, sites_of(self.student)), target)
+        found = average(self.student, loss.detach(), accelerator)
+        if not torch.isfinite(found):
+            raise DistillError(f"the loss is {found.item()}.", "Lower the learning rates of distill.feature.")
+        return found
 
 
 @contextmanager
@@ -178,8 +163,30 @@ def _captured(sites: Mapping[str, LinearAttention], outputs: Outputs) -> Iterato
             hook.remove()
 
 
-def _average_gradients(model: nn.Module, accelerator: Accelerator) -> None:
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    flat = accelerator.reduce(torch.cat([g.reshape(-1) for g in gradients]), reduction="mean")
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+def average(model: nn.Module, losses: Tensor, accelerator: Accelerator) -> Tensor:
+    """Average gradients in place, and losses, over processes: one all-reduce of one flat buffer.
+
+    Not left to DDP, which cannot take a backward inside a forward, as in stage ``attention``, nor a parameter that got
+    no gradient. That is here as in one process with all the images: it counts as zero beside processes where it got
+    one, and stays without where it got none anywhere.
+
+    Args:
+        model: the same parameters require gradients on every process.
+        losses: any shape, detached.
+
+    Returns:
+        The mean losses, the same on every process.
+    """
+    if accelerator.num_processes == 1:
+        return losses
+    trained = [p for p in model.parameters() if p.requires_grad]
+    reached = losses.new_tensor([p.grad is not None for p in trained])
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+    parts = [losses, reached, *gradients]
+    flat = torch.cat([t.flatten() for t in parts])
+    torch.distributed.all_reduce(flat)
+    flat /= accelerator.num_processes
+    found, anywhere, *means = flat.split([t.numel() for t in parts])
+    for parameter, gradient, mean, used in zip(trained, gradients, means, anywhere.tolist(), strict=True):
+        parameter.grad = gradient.copy_(mean.view_as(gradient)) if used else None
+    return found.view_as(losses)
