@@ -192,3 +192,24 @@ def test_headless_models_have_no_logits() -> None:
     task.prepare(Accelerator(cpu=True))
     assert task.backward(Accelerator(cpu=True), batches(1)[0][0]).isfinite()
     assert all(p.grad is not None for p in student.parameters())
+
+
+def test_gradients_in_fp16_are_unscaled_once_in_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the means that accelerate takes on a GPU; a small scale, so that nothing overflows."""
+
+    def norms(accelerator: Accelerator) -> list[float]:
+        found: list[float] = []
+        clip = accelerator.clip_grad_norm_
+        monkeypatch.setattr(accelerator, "clip_grad_norm_", lambda *args: found.append(float(n := clip(*args))) or n)
+        teacher, student = pair()
+        for stage in ("attention", "feature"):
+            losses = getattr(OPTIONS, stage).losses
+            run_stage(stage, teacher, student, iter(batches(1)), 1, OPTIONS, losses, accelerator, Quiet())
+        return found
+
+    wanted = norms(Accelerator(cpu=True))
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(accelerator, "scaler", torch.amp.GradScaler("cpu", init_scale=16.0))
+    monkeypatch.setattr(accelerator, "native_amp", True)
+    monkeypatch.setattr(accelerator.state, "_mixed_precision", "fp16")
+    assert norms(accelerator) == pytest.approx(wanted, rel=0.02)

@@ -163,8 +163,13 @@ def test_a_loss_that_is_not_finite_on_one_process_ends_all(source: Path, images:
         )
         for rank in ranks
     ]
-    for run in runs:
-        _, stderr = run.communicate(timeout=200)
-        assert "error: stage attention, step 1 of 5: the loss at site 'blocks.0.attn' is nan" in stderr
-        assert run.returncode == 6
+    try:
+        for run in runs:
+            _, stderr = run.communicate(timeout=200)
+            assert "error: stage attention, step 1 of 5: the loss at site 'blocks.0.attn' is nan" in stderr
+            assert run.returncode == 6
+    finally:
+        for run in runs:
+            run.kill()
+            run.communicate()
     assert not (tmp_path / "artifact").exists()

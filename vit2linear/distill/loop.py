@@ -69,8 +69,9 @@ def run_stage(
     for parameter in trained:
         parameter.requires_grad_(True)
     task.prepare(accelerator)
-    optimizer = accelerator.prepare(torch.optim.AdamW(groups, betas=(0.9, 0.999)))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, _warmup_cosine(steps, options.warmup))
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.999))
+    schedule = torch.optim.lr_scheduler.LambdaLR(adamw, _warmup_cosine(steps, options.warmup))
+    optimizer = accelerator.prepare(adamw)
     curve: list[tuple[int, float]] = []
     start, images = time.perf_counter(), 0
     for step, (pixels, _) in enumerate(batches, 1):
@@ -82,7 +83,8 @@ def run_stage(
         if accelerator.scaler is None and not torch.isfinite(norm):
             raise DistillError(f"stage {name}, step {step} of {steps}: the gradient norm is {float(norm)}.")
         optimizer.step()
-        schedule.step()
+        if not optimizer.step_was_skipped:  # fp16, where the loss scale was too large
+            schedule.step()
         optimizer.zero_grad()
         images += pixels.shape[0] * accelerator.num_processes
         value = float(loss)
@@ -92,6 +94,8 @@ def run_stage(
         left = (steps - step) * images / step / rate
         reporter.progress(Progress(name, step, steps, value, rate, left))
     student.requires_grad_(True)
+    # With fp16 accelerate unscales for every optimiser that it holds, so the next stage's gradients would be twice.
+    accelerator.free_memory()
     seconds = time.perf_counter() - start
     return StageReport(name, steps, images, seconds, sum(p.numel() for p in trained), tuple(curve))
 

@@ -189,4 +189,5 @@ def average(model: nn.Module, losses: Tensor, accelerator: Accelerator) -> Tenso
     found, anywhere, *means = flat.split([t.numel() for t in parts])
     for parameter, gradient, mean, used in zip(trained, gradients, means, anywhere.tolist(), strict=True):
         parameter.grad = gradient.copy_(mean.view_as(gradient)) if used else None
-    return found.view_as(losses)
+    mean_losses: Tensor = found.view_as(losses)
+    return mean_losses
