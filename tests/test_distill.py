@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from vit2linear.data import Batch
+from vit2linear.devices import accelerator_for
 from vit2linear.distill.loop import parameter_groups, run_stage, split_steps
 from vit2linear.distill.tasks import ModelTask, SiteTask, run
 from vit2linear.errors import DistillError, UnknownNameError
 from vit2linear.losses import LOSSES, Outputs, check_losses, total_loss, unexplained
-from vit2linear.recipe import OPERATORS, DistillOptions
+from vit2linear.recipe import OPERATORS, DistillOptions, Recipe, override
 from vit2linear.reporting import Progress, Reporter
 from vit2linear.site import sites_of
 from vit2linear.surgery import linearize
@@ -213,3 +215,8 @@ def test_gradients_in_fp16_are_unscaled_once_in_every_stage(monkeypatch: pytest.
     monkeypatch.setattr(accelerator, "native_amp", True)
     monkeypatch.setattr(accelerator.state, "_mixed_precision", "fp16")
     assert norms(accelerator) == pytest.approx(wanted, rel=0.02)
+
+
+def test_processes_are_patient_while_the_main_one_evaluates() -> None:
+    accelerator = accelerator_for(override(Recipe(), run__device="cpu"))
+    assert accelerator.init_handler.timeout >= timedelta(hours=1)

@@ -25,8 +25,8 @@ from tests.gradient_probe import STEPS
 pytestmark = pytest.mark.slow
 
 STAGES = ("attention", "feature")
-CLIP = 0.05
-"""Below every gradient norm here, so that each step is clipped."""
+CLIP = 7.0
+"""Of the gradient norms here about 10 and 18 are clipped, at step 1 of the stages, and about 4 are not, at step 5."""
 RECIPE = f"""
 [distill]
 steps = {max(STEPS) * len(STAGES)}
@@ -129,7 +129,8 @@ def test_gradients(runs: tuple[Trained, Trained], stage: str, step: int) -> None
     gradients = [k for k in alone if k.startswith("gradient")]
     assert main.keys() == alone.keys() and gradients, "the same parameters have one"
     norm = torch.cat([main[k].flatten() for k in gradients]).norm()
-    assert norm.item() == pytest.approx(CLIP, rel=1e-4), "clipped after averaging"
+    assert norm < 0.9 * CLIP or norm.item() == pytest.approx(CLIP, rel=1e-4), "clipped after averaging"
+    assert (norm < 0.9 * CLIP) == (step == 5), "both happen"
     for key in gradients:
         largest = alone[key].abs().max().item()
         torch.testing.assert_close(main[key], alone[key], rtol=10 * TOLERANCE[step], atol=TOLERANCE[step] * largest)

@@ -166,9 +166,9 @@ def _captured(sites: Mapping[str, LinearAttention], outputs: Outputs) -> Iterato
 def average(model: nn.Module, losses: Tensor, accelerator: Accelerator) -> Tensor:
     """Average gradients in place, and losses, over processes: one all-reduce of one flat buffer.
 
-    Not left to DDP, which cannot take a backward inside a forward, as in stage ``attention``, nor a parameter that got
-    no gradient. That is here as in one process with all the images: it counts as zero beside processes where it got
-    one, and stays without where it got none anywhere.
+    Not left to DDP, which can take neither a backward inside a forward, as in stage ``attention``, nor a parameter that
+    got no gradient. Such a one ends here as in one process with all the images: it counts as zero where another process
+    has a gradient, and stays without where none has.
 
     Args:
         model: the same parameters require gradients on every process.
