@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests import families
 from tests.conftest import Run
 from vit2linear.distill.calibrate import calibrate
-from vit2linear.distill.tasks import run
+from vit2linear.distill.forward import run
 from vit2linear.evaluation import open_judge
 from vit2linear.model import load
 from vit2linear.plan import make_plan

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests import families
 from tests.conftest import Run
-from vit2linear.distill.tasks import run
+from vit2linear.distill.forward import run
 from vit2linear.errors import DistillError
 from vit2linear.evaluation import open_judge
 from vit2linear.hybrid import site_costs

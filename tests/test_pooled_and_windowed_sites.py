@@ -14,7 +14,7 @@ from tests import families
 from vit2linear import linearize
 from vit2linear.audit import audit, softmax_modules
 from vit2linear.context import AttentionContext
-from vit2linear.distill.tasks import run
+from vit2linear.distill.forward import run
 from vit2linear.errors import SurgeryError
 from vit2linear.plan import find_sites, make_plan
 from vit2linear.probe import example_pixels

@@ -13,7 +13,7 @@ from timm.models.vision_transformer import DiffParallelScalingBlock, ParallelSca
 from tests import families
 from tests.families import crossvit, pit, tnt, vision_transformer
 from tests.test_sites import pixels
-from vit2linear.distill.tasks import run
+from vit2linear.distill.forward import run
 from vit2linear.errors import SurgeryError
 from vit2linear.plan import make_plan
 from vit2linear.probe import probe

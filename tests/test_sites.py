@@ -19,6 +19,7 @@ from vit2linear import linearize
 from vit2linear.audit import audit
 from vit2linear.distill.tasks import ModelTask, SiteTask
 from vit2linear.errors import SurgeryError
+from vit2linear.losses import Objective
 from vit2linear.plan import SITES, Plan, find_sites, make_plan
 from vit2linear.probe import example_pixels, probe
 from vit2linear.recipe import KEEP, OPERATORS, Rule
@@ -105,9 +106,9 @@ def test_two_steps_of_each_stage(name: str, args: dict[str, Any]) -> None:
     plan = relu_plan(model)
     accelerator = Accelerator(cpu=True)
     teacher = apply_plan(model, plan.with_operator("softmax")).eval()
-    for task_type, losses in ((SiteTask, {"site_output": 1.0}), (ModelTask, {"feature": 1.0, "site_output": 0.1})):
+    for task_type, weights in ((SiteTask, {"site_output": 1.0}), (ModelTask, {"feature": 1.0, "site_output": 0.1})):
         student = apply_plan(model, plan).train()
-        task = task_type(teacher, student, losses)
+        task = task_type(teacher, student, Objective(weights))
         task.prepare(accelerator)
         optimizer = torch.optim.Adam(student.parameters(), lr=1e-4)
         found = []

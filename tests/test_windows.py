@@ -20,6 +20,7 @@ from vit2linear import linearize
 from vit2linear.audit import audit
 from vit2linear.distill.tasks import ModelTask, SiteTask
 from vit2linear.errors import SurgeryError
+from vit2linear.losses import Objective
 from vit2linear.plan import make_plan, plan_notes
 from vit2linear.recipe import KEEP, Rule
 from vit2linear.site import sites_of
@@ -134,9 +135,9 @@ def test_windowed_teacher_and_global_student_are_compared_site_by_site(name: str
     plan = make_plan(model, [Rule(drop=("all",), global_windows=True)])
     teacher = apply_plan(model, plan.with_operator("softmax")).eval()
     assert not any(site.global_windows or site.dropped for site in sites_of(teacher).values())
-    for task_type, losses in ((SiteTask, {"site_output": 1.0}), (ModelTask, {"feature": 1.0, "site_output": 1.0})):
+    for task_type, weights in ((SiteTask, {"site_output": 1.0}), (ModelTask, {"feature": 1.0, "site_output": 1.0})):
         student = apply_plan(model, plan).train()
-        task = task_type(teacher, student, losses)
+        task = task_type(teacher, student, Objective(weights))
         accelerator = Accelerator(cpu=True)
         task.prepare(accelerator)
         optimizer = torch.optim.Adam(student.parameters(), lr=1e-4)

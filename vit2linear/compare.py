@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit2linear.data import Batch
-from vit2linear.distill.tasks import has_head, last_features, pooled_feature, run
+from vit2linear.distill.forward import has_head, last_features, pooled_feature, run
 from vit2linear.errors import DataError
 from vit2linear.losses import Outputs, unexplained
 from vit2linear.site import sites_of

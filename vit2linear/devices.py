@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 
 from vit2linear.errors import RecipeError
 from vit2linear.recipe import Recipe, override
+
+PATIENCE = InitProcessGroupKwargs(timeout=timedelta(hours=2))
+"""The other processes wait while the main one evaluates, which may take longer than the usual 10 minutes on GPUs."""
 
 
 def accelerator_for(recipe: Recipe) -> Accelerator:
@@ -20,7 +26,7 @@ def accelerator_for(recipe: Recipe) -> Accelerator:
         raise RecipeError("run.precision is 'fp16', which needs a CUDA GPU.", "Use --precision bf16 or no.")
     if precision == "auto":
         precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "no"
-    return Accelerator(cpu=device == "cpu", mixed_precision=precision)
+    return Accelerator(cpu=device == "cpu", mixed_precision=precision, kwargs_handlers=[PATIENCE])
 
 
 def device_of(name: str) -> torch.device:

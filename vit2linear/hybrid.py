@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit2linear.distill.tasks import run
+from vit2linear.distill.forward import run
 from vit2linear.errors import DistillError, RecipeError
 from vit2linear.evaluation import Judge
 from vit2linear.losses import unexplained

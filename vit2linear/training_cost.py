@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit2linear.bench import SOFTMAX, Job, added_mib, in_fresh_process, interleaved
+from vit2linear.distill.forward import run
 from vit2linear.distill.loop import TASKS, check_stages, objective_of, parameter_groups
-from vit2linear.distill.tasks import run
 from vit2linear.recipe import DistillOptions
 from vit2linear.sizes import Size
 

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit2linear.distill.tasks import Reached, run, run_until_reached
+from vit2linear.distill.forward import Reached, run, run_until_reached
 from vit2linear.errors import DataError
 from vit2linear.losses import unexplained
 from vit2linear.recipe import Calibration

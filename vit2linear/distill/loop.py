@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 from timm.utils import ModelEmaV3
-from torch import Tensor, nn
+from torch import nn
 
 from vit2linear.data import Batch
 from vit2linear.distill.tasks import ModelTask, SiteTask, Task
@@ -134,8 +135,9 @@ def run_stage(
     for parameter in trained:
         parameter.requires_grad_(True)
     task.prepare(accelerator)
-    optimizer = accelerator.prepare(torch.optim.AdamW(groups, betas=(0.9, 0.999)))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, _warmup_cosine(steps, options.warmup))
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.999))
+    schedule = torch.optim.lr_scheduler.LambdaLR(adamw, _warmup_cosine(steps, options.warmup))
+    optimizer = accelerator.prepare(adamw)
     averages = check is not None and options.ema > 0 and isinstance(task, ModelTask)
     ema = ModelEmaV3(student, options.ema, use_warmup=True) if averages else None
     curve: list[tuple[int, float]] = []
@@ -150,12 +152,13 @@ def run_stage(
         if accelerator.scaler is None and not torch.isfinite(norm):
             raise DistillError(f"stage {name}, step {step} of {steps}: the gradient norm is {float(norm)}.")
         optimizer.step()
-        schedule.step()
+        if not optimizer.step_was_skipped:  # fp16, where the loss scale was too large
+            schedule.step()
         optimizer.zero_grad()
         if ema is not None:
             ema.update(student, step)
         images += pixels.shape[0] * accelerator.num_processes
-        value = _mean_over_processes(loss, accelerator)
+        value = float(loss)
         if step == 1 or step == steps or step % max(1, steps // 100) == 0:
             curve.append((step, value))
         rate = images / (time.perf_counter() - start)
@@ -165,6 +168,8 @@ def run_stage(
     if ema is not None and check is not None and isinstance(task, ModelTask):
         averaged = _keep_better(task, student, ema, check, accelerator)
     student.requires_grad_(True)
+    # With fp16 accelerate unscales for every optimiser that it holds, so the next stage's gradients would be twice.
+    accelerator.free_memory()
     seconds = time.perf_counter() - start
     return StageReport(name, steps, images, seconds, sum(p.numel() for p in trained), tuple(curve), averaged)
 
@@ -178,7 +183,8 @@ def _keep_better(
     def loss() -> float:
         parts = zip(*(x.to(accelerator.device).split(CHECK_BATCH) for x in check), strict=True)
         found = [task.loss(accelerator, pixels, labels) * len(pixels) for pixels, labels in parts]
-        return _mean_over_processes(torch.stack(found).sum() / len(check[0]), accelerator)
+        # Rounding may differ between processes; what they keep must not.
+        return float(broadcast(torch.stack(found).sum() / len(check[0])))
 
     last = {k: v.clone() for k, v in student.state_dict().items()}
     before = loss()
@@ -220,7 +226,3 @@ def _warmup_cosine(steps: int, warmup: float) -> Callable[[int], float]:
         return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
     return factor
-
-
-def _mean_over_processes(loss: Tensor, accelerator: Accelerator) -> float:
-    return float(accelerator.reduce(loss, reduction="mean"))

@@ -7,75 +7,18 @@ the student's sites.
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
-from jaxtyping import Float
 from torch import Tensor, nn
 
+from vit2linear.distill.forward import Reached, maps_captured, run, run_until_reached
 from vit2linear.errors import DistillError
-from vit2linear.losses import LOSSES, Objective, Outputs
-from vit2linear.operator import Operator
+from vit2linear.losses import Objective, Outputs
 from vit2linear.site import LinearAttention, sites_of
-
-
-def run(model: nn.Module, pixels: Tensor, sites: Mapping[str, LinearAttention], maps: bool = False) -> Outputs:
-    """One forward of a timm model with the outputs, and the routing maps, of ``sites`` kept."""
-    outputs = Outputs()
-    with _captured(sites, outputs), maps_captured(sites if maps else {}, outputs):
-        features = last_features(model, pixels)
-    outputs.tokens = _tokens(model, features)
-    outputs.pooled = pooled_feature(model, features)
-    if model.num_classes:
-        outputs.logits = model.forward_head(features)  # type: ignore[operator]
-    return outputs
-
-
-def has_head(model: nn.Module) -> bool:
-    """Whether ``forward_head`` works: timm's encoders for language models have neither it nor ``get_classifier``."""
-    return hasattr(model, "get_classifier")
-
-
-def last_features(model: nn.Module, pixels: Tensor) -> Any:
-    """What the head reads; of an encoder without one, what it gives out."""
-    return model.forward_features(pixels) if has_head(model) else model(pixels)  # type: ignore[operator]
-
-
-def pooled_feature(model: nn.Module, features: Any) -> Tensor:
-    """What the last layer of the head reads; of an encoder without one, the mean token."""
-    if not has_head(model):
-        return _tokens(model, features)[0].mean(1)
-    feature: Tensor = model.forward_head(features, pre_logits=True)  # type: ignore[operator]
-    return feature
-
-
-def _tokens(model: nn.Module, features: Any) -> tuple[Float[Tensor, "batch _ _"], ...]:
-    """The last features, one tensor of tokens for each branch of the model: mostly one."""
-    branches = features if isinstance(features, list | tuple) else (features,)
-    return tuple(_as_tokens(t, getattr(model, "output_fmt", "NCHW")) for t in branches)
-
-
-def _as_tokens(features: Tensor, layout: str) -> Float[Tensor, "batch tokens channels"]:
-    """Features as tokens, where timm leaves them as a map in the layout that the model names."""
-    if features.ndim == 2:
-        return features[:, None]
-    if features.ndim == 3:
-        return features
-    return features.flatten(1, 2) if layout == "NHWC" else features.flatten(2).transpose(1, 2)
-
-
-class Reached(Exception):  # noqa: N818, a signal and no error
-    """Raised by a hook: what was wanted of a forward has been computed, and the rest of it is not needed."""
-
-
-def run_until_reached(model: nn.Module, pixels: Tensor) -> None:
-    """A forward without its head, for what hooks see of it; ends where one of them raises ``Reached``."""
-    with suppress(Reached):
-        last_features(model, pixels)
 
 
 class Task(ABC):
@@ -91,37 +34,35 @@ class Task(ABC):
         self.student_sites = sites_of(student)
         self.teacher_sites = {path: m for path, m in sites_of(teacher).items() if path in self.student_sites}
 
-    @abstractmethod
     def prepare(self, accelerator: Accelerator) -> None:
-        """Get ready for several processes."""
+        """Start every process from the main process's weights."""
+        if accelerator.num_processes > 1:
+            for tensor in (*self.student.parameters(), *self.student.buffers()):
+                torch.distributed.broadcast(tensor.data, src=0)
 
     @abstractmethod
     def backward(self, accelerator: Accelerator, pixels: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Leave the gradients of this batch, averaged over processes, in the parameters; return the loss."""
+        """Leave the gradients of this batch in the parameters and return the loss, both averaged over processes.
+
+        Raises:
+            DistillError: a loss that is not finite, on every process even if it was met on one.
+        """
 
 
 class SiteTask(Task):
     """Stage ``attention``: every site matches the teacher's output on the teacher's own input.
 
     Inside the teacher's one forward, each student site runs with gradients and its loss is back-propagated at once, so
-    only one site's graph is alive; after the last of them the teacher stops. Not wrapped in DDP, whose backward inside
-    a forward would desynchronise: gradients are averaged here, in one flat buffer.
+    only one site's graph is alive; after the last of them the teacher stops.
     """
 
     fields = frozenset({"sites", "maps"})
 
-    def prepare(self, accelerator: Accelerator) -> None:
-        """Start every process from the main process's weights."""
-        if accelerator.num_processes > 1:
-            for parameter in self.student.parameters():
-                torch.distributed.broadcast(parameter.data, src=0)
-
     def backward(self, accelerator: Accelerator, pixels: Tensor, labels: Tensor | None = None) -> Tensor:
         """Teacher forward with the students' backward passes inside."""
-        losses: list[Tensor] = []
+        losses: dict[str, Tensor] = {}
         mine, theirs = Outputs(), Outputs()
         mapped = "maps" in self.objective.needs
-        left = set(self.teacher_sites)
 
         def match(path: str) -> Any:
             def hook(module: LinearAttention, args: Any, kwargs: Any, output: Any) -> None:
@@ -132,16 +73,11 @@ class SiteTask(Task):
                     mine.sites[path] = site.kind.answer(args[0], site(*args, **kwargs))
                     theirs.sites[path] = module.kind.answer(args[0], output)
                     loss = self.objective(mine, theirs)
-                    if not torch.isfinite(loss):
-                        raise DistillError(
-                            f"the loss at site {path!r} is {loss.item()}.", "Lower distill.attention.lr."
-                        )
                     accelerator.backward(loss / len(self.teacher_sites))
-                losses.append(loss.detach())
+                losses[path] = loss.detach()
                 for seen in (mine.sites, mine.maps, theirs.sites, theirs.maps):
                     seen.clear()  # one site's graph at a time
-                left.discard(path)
-                if not left:
+                if len(losses) == len(self.teacher_sites):
                     raise Reached
 
             return hook
@@ -158,9 +94,11 @@ class SiteTask(Task):
         finally:
             for hook in hooks:
                 hook.remove()
-        if accelerator.num_processes > 1:
-            _average_gradients(self.student, accelerator)
-        return torch.stack(losses).mean()
+        found = average(self.student, torch.stack([*losses.values()]), accelerator)
+        for path, loss in zip(losses, found.tolist(), strict=True):
+            if not math.isfinite(loss):
+                raise DistillError(f"the loss at site {path!r} is {loss}.", "Lower distill.attention.lr.")
+        return found.mean()
 
 
 class ModelTask(Task):
@@ -168,81 +106,53 @@ class ModelTask(Task):
 
     fields = frozenset(field.name for field in dataclasses.fields(Outputs))
 
-    def prepare(self, accelerator: Accelerator) -> None:
-        """Wrap forward and loss, so that DDP sees an ordinary module."""
-        self._step = accelerator.prepare(_StudentLoss(self.student, self.objective))
-
     def backward(self, accelerator: Accelerator, pixels: Tensor, labels: Tensor | None = None) -> Tensor:
         """Teacher forward, student forward, backward."""
         loss = self.loss(accelerator, pixels, labels)
-        if not torch.isfinite(loss):
-            raise DistillError(f"the loss is {loss.item()}.", "Lower the stage's learning rates.")
         accelerator.backward(loss)
-        return loss.detach()
+        found = average(self.student, loss.detach(), accelerator)
+        if not torch.isfinite(found):
+            raise DistillError(f"the loss is {found.item()}.", "Lower the stage's learning rates.")
+        return found
 
     def loss(self, accelerator: Accelerator, pixels: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The loss of a batch."""
+        """The loss of a batch, on this process alone."""
         needs = self.objective.needs
+        mapped, captured = "maps" in needs, bool(needs & {"sites", "maps"})
         with accelerator.autocast():
             target = Outputs()
-            if needs != LOSSES["labels"].needs:  # otherwise the teacher has no say
+            if self.objective.weights.keys() != {"labels"}:  # otherwise the teacher has no say
                 with torch.no_grad():
-                    target = run(
-                        self.teacher, pixels, self.teacher_sites if needs & {"sites", "maps"} else {}, "maps" in needs
-                    )
+                    target = run(self.teacher, pixels, self.teacher_sites if captured else {}, mapped)
             target.labels = labels
-            loss: Tensor = self._step(pixels, target)
-        return loss
+            return self.objective(run(self.student, pixels, self.student_sites if captured else {}, mapped), target)
 
 
-class _StudentLoss(nn.Module):
-    def __init__(self, student: nn.Module, objective: Objective) -> None:
-        super().__init__()
-        self.student = student
-        self.objective = objective
+def average(model: nn.Module, losses: Tensor, accelerator: Accelerator) -> Tensor:
+    """Average gradients in place, and losses, over processes: one all-reduce of one flat buffer.
 
-    def forward(self, pixels: Tensor, target: Outputs) -> Tensor:
-        sites = sites_of(self.student) if target.sites or target.maps else {}
-        return self.objective(run(self.student, pixels, sites, bool(target.maps)), target)
+    Not left to DDP, which can take neither a backward inside a forward, as in stage ``attention``, nor a parameter that
+    got no gradient. Such a one ends here as in one process with all the images: it counts as zero where another process
+    has a gradient, and stays without where none has.
 
+    Args:
+        model: the same parameters require gradients on every process.
+        losses: any shape, detached.
 
-@contextmanager
-def _captured(sites: Mapping[str, LinearAttention], outputs: Outputs) -> Iterator[None]:
-    def keep(path: str) -> Any:
-        def hook(module: LinearAttention, args: Any, output: Any) -> None:
-            outputs.sites[path] = module.kind.answer(args[0], output)
-
-        return hook
-
-    hooks = [module.register_forward_hook(keep(path)) for path, module in sites.items()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
-def maps_captured(sites: Mapping[str, LinearAttention], outputs: Outputs) -> Iterator[None]:
-    """Keep the routing map of every site that runs meanwhile."""
-
-    def keep(path: str) -> Any:
-        def hook(op: Operator, args: Any, _: Any) -> None:
-            q, k, _, ctx = args
-            outputs.maps[path] = op.map(q, k, ctx)
-
-        return hook
-
-    hooks = [module.op.register_forward_hook(keep(path)) for path, module in sites.items()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _average_gradients(model: nn.Module, accelerator: Accelerator) -> None:
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    flat = accelerator.reduce(torch.cat([g.reshape(-1) for g in gradients]), reduction="mean")
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+    Returns:
+        The mean losses, the same on every process.
+    """
+    if accelerator.num_processes == 1:
+        return losses
+    trained = [p for p in model.parameters() if p.requires_grad]
+    reached = losses.new_tensor([p.grad is not None for p in trained])
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+    parts = [losses, reached, *gradients]
+    flat = torch.cat([t.flatten() for t in parts])
+    torch.distributed.all_reduce(flat)
+    flat /= accelerator.num_processes
+    found, anywhere, *means = flat.split([t.numel() for t in parts])
+    for parameter, gradient, mean, used in zip(trained, gradients, means, anywhere.tolist(), strict=True):
+        parameter.grad = gradient.copy_(mean.view_as(gradient)) if used else None
+    mean_losses: Tensor = found.view_as(losses)
+    return mean_losses
