@@ -1,7 +1,7 @@
 """Which sites keep the softmax: those whose conversion costs most, by measuring.
 
 A site's cost is how far the source's *final features* move when that site alone is converted and all others keep their
-softmax. A site's own output says less: later blocks correct some errors and amplify others.
+softmax: what the site's own output errs by, later blocks make good or amplify.
 """
 
 from __future__ import annotations
