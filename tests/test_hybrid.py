@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from vit2linear.errors import DistillError
 from vit2linear.evaluation import open_judge
 from vit2linear.hybrid import site_costs
 from vit2linear.model import load
-from vit2linear.plan import find_sites, make_plan
+from vit2linear.plan import make_plan
 from vit2linear.probe import example_pixels
 from vit2linear.recipe import Rule, read_recipe
 from vit2linear.resolve import layout_of, resolve
@@ -23,19 +24,23 @@ from vit2linear.site import sites_of
 from vit2linear.surgery import apply_plan
 
 
-def costs_of_models(source: nn.Module, pixels: Tensor, **rule: object) -> dict[str, float]:
-    """The plain way: for every site a model of its own in which nothing else is converted."""
-
-    def features(model: nn.Module) -> Tensor:
-        with torch.no_grad():
-            return torch.cat([t.flatten(1) for t in run(model.eval(), pixels, {}).tokens], 1)
-
-    target = features(source)
+def costs_on_stored_inputs(source: nn.Module, pixels: Tensor, **rule: object) -> dict[str, float]:
+    """The plain way: keep what every attention module of the source gets and gives, then convert it alone."""
+    plan = make_plan(source, [Rule(**rule)])  # type: ignore[arg-type]
+    teacher, student = apply_plan(source, plan.with_operator("softmax")).eval(), apply_plan(source, plan).eval()
+    seen: dict[str, tuple[Any, Any, Any]] = {}
+    for path, module in sites_of(teacher).items():
+        module.register_forward_hook(
+            lambda _, args, kwargs, output, path=path: seen.update({path: (args, kwargs, output)}), with_kwargs=True
+        )
     costs = {}
-    for site in find_sites(source):
-        plan = make_plan(source, [Rule(sites=site.path, **rule)])  # type: ignore[arg-type]
-        error = (features(apply_plan(source, plan)) - target).square().sum(1) / target.square().sum(1)
-        costs[site.path] = float(error.mean())
+    with torch.no_grad():
+        run(teacher, pixels, {})
+        run(student, pixels, {})  # for the grids
+        for path, site in sites_of(student).items():
+            args, kwargs, output = seen[path]
+            mine, theirs = (site.kind.answer(args[0], y).flatten(1) for y in (site(*args, **kwargs), output))
+            costs[path] = float(((mine - theirs).square().sum(1) / theirs.square().sum(1)).mean())
     return costs
 
 
@@ -46,7 +51,7 @@ def test_the_costliest_sites_keep_the_softmax(checkpoint: Path, class_folders: P
     source = load(ref, layout_of(ref).spec(ref)).module
     config = resolve_model_data_config(source)
     images = open_judge(str(class_folders), config, 5, None, workers=0, ignore_labels=True).sample(256)[0]
-    costs = costs_of_models(source, images, op="elu")
+    costs = costs_on_stored_inputs(source, images, op="elu")
     costliest = sorted(costs, key=lambda path: -costs[path])
     report = json.loads(Path("out/report.json").read_text())
     assert report["keep_softmax"]["images"] == len(images) == 24
@@ -57,7 +62,8 @@ def test_the_costliest_sites_keep_the_softmax(checkpoint: Path, class_folders: P
     assert report["audit"]["softmax_left"] == 2
     for i, path in enumerate(costliest):
         keeps = ": it keeps the softmax" if i < 2 else ""
-        assert f"converting {path} alone costs {report['keep_softmax']['costs'][path]:.4f}{keeps}\n" in said
+        cost = report["keep_softmax"]["costs"][path]
+        assert f"converting {path} leaves {cost:.1%} of its output unexplained{keeps}\n" in said
     assert all(f"`{path}`" in Path("out/README.md").read_text() for path in costliest[:2])
 
 
@@ -112,13 +118,13 @@ def test_bad_requests(given: str, text: str, checkpoint: Path, cli: Run) -> None
 
 
 @pytest.mark.parametrize("module", ["beit", "crossvit", "swin_transformer", "tnt", "vision_transformer_sam"])
-def test_one_site_in_the_teacher_is_that_site_converted(module: str) -> None:
+def test_costs_are_those_of_sites_on_their_own(module: str) -> None:
     name, args = families.cases(module)[0]
     source = families.build(name, **args)
     plan = make_plan(source, [Rule(drop=("all",))])
     teacher, student = apply_plan(source, plan.with_operator("softmax")).eval(), apply_plan(source, plan).eval()
     pixels = torch.randn(6, *example_pixels(source).shape[1:], generator=torch.Generator().manual_seed(0))
-    wanted = costs_of_models(source, pixels, drop=("all",))
+    wanted = costs_on_stored_inputs(source, pixels, drop=("all",))
     assert site_costs(teacher, student, pixels) == pytest.approx(wanted, rel=1e-2, abs=1e-7)
 
 
@@ -128,5 +134,5 @@ def test_what_is_not_finite_is_named() -> None:
     plan = make_plan(source, [Rule()])
     teacher, student = apply_plan(source, plan.with_operator("softmax")).eval(), apply_plan(source, plan).eval()
     sites_of(student)["blocks.1.attn"].proj.weight.data[0, 0] = float("inf")
-    with pytest.raises(DistillError, match=r"with blocks\.1\.attn converted .*--keep-softmax 'blocks.1.attn'"):
+    with pytest.raises(DistillError, match=r"of blocks\.1\.attn is not finite .*--keep-softmax 'blocks.1.attn'"):
         site_costs(teacher, student, torch.randn(2, *example_pixels(source).shape[1:]))

@@ -1,13 +1,13 @@
 """Which sites keep the softmax: those whose conversion costs most, by measuring.
 
-A site's cost is how far the source's *final features* move when that site alone is converted and all others keep their
-softmax: what the site's own output errs by, later blocks make good or amplify.
+A site's cost is the error of its output on the source's own input: what stage ``attention`` starts from. How far the
+final features move when a site alone is converted tells more of a model that stays untrained, and less of one that is
+calibrated or trained, as every conversion is by default.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit2linear.distill.forward import run
+from vit2linear.distill.forward import last_features
 from vit2linear.errors import DistillError, RecipeError
 from vit2linear.evaluation import Judge
 from vit2linear.losses import unexplained
@@ -38,7 +38,7 @@ class KeepReport:
 
     images: int
     costs: dict[str, float]
-    """Unexplained energy of the final features where the site alone is converted, by path, the costliest first."""
+    """Unexplained energy of the site's output on the source's own input, by path, the costliest first."""
     kept: tuple[str, ...]
     """The sites that keep the softmax, in the model's order."""
 
@@ -71,26 +71,41 @@ def site_costs(
         pixels: images as they are evaluated.
 
     Returns:
-        Path to unexplained energy of the final features, where that site alone is converted: 0 is no change.
+        Path to unexplained energy of the site's output: 0 is equal, 1 as bad as answering zero.
 
     Raises:
         DistillError: a site's operator gives numbers that are not finite.
     """
-    theirs, mine = sites_of(teacher), sites_of(student)
-    device = next(student.parameters()).device
+    mine, device = sites_of(student), next(student.parameters()).device
     costs = dict.fromkeys(mine, 0.0)
-    with torch.no_grad():
-        for batch in pixels.split(BATCH):
-            images = batch.to(device)
-            target = _final_features(teacher, images)
-            for path, site in mine.items():
-                with _instead_of(theirs[path], site):
-                    moved = unexplained(_final_features(teacher, images), target)
-                costs[path] += float(moved) * len(images) / len(pixels)
+    share = 0.0
+
+    def measure(path: str) -> Callable[..., None]:
+        def hook(module: LinearAttention, args: Any, kwargs: Any, output: Any) -> None:
+            site = mine[path]
+            site.grid_ref.grid = module.grid_ref.grid  # the student's backbone does not run
+            answer = site.kind.answer(args[0], site(*args, **kwargs))
+            costs[path] += share * float(unexplained(answer, module.kind.answer(args[0], output)))
+
+        return hook
+
+    hooks = [
+        module.register_forward_hook(measure(path), with_kwargs=True)
+        for path, module in sites_of(teacher).items()
+        if path in mine
+    ]
+    try:
+        with torch.no_grad():
+            for batch in pixels.split(BATCH):
+                share = len(batch) / len(pixels)
+                last_features(teacher, batch.to(device))
+    finally:
+        for handle in hooks:
+            handle.remove()
     for path, cost in costs.items():
         if not cost < float("inf"):
             raise DistillError(
-                f"with {path} converted the final features are not finite.", f"Keep it: --keep-softmax {path!r}."
+                f"the output of {path} is not finite once it is converted.", f"Keep it: --keep-softmax {path!r}."
             )
     return dict(sorted(costs.items(), key=lambda item: -item[1]))
 
@@ -120,30 +135,10 @@ def keep_costliest(
     chosen = {*list(costs)[: recipe.keep_softmax]}
     for path, cost in costs.items():
         keeps = ": it keeps the softmax" if path in chosen else ""
-        reporter.say(f"converting {path} alone costs {cost:.4f}{keeps}")
+        reporter.say(f"converting {path} leaves {cost:.1%} of its output unexplained{keeps}")
     paths = [s.site.path for s in plan.sites]
     kept = tuple(path for path in paths if path in chosen)
     used = [rule_for(path, recipe.convert) for path in paths if path not in chosen]
     rules = [Rule(op=KEEP, sites=path) for path in kept]
     rules += [rule for rule in recipe.convert if any(rule is u for u in used)]
     return replace(recipe, keep_softmax=0, convert=tuple(rules)), KeepReport(len(pixels), costs, kept)
-
-
-def _final_features(model: nn.Module, pixels: Tensor) -> Float[Tensor, "images _"]:
-    """Final tokens of all branches, one row for each image."""
-    return torch.cat([t.float().flatten(1) for t in run(model, pixels, {}).tokens], dim=1)
-
-
-@contextmanager
-def _instead_of(theirs: LinearAttention, mine: LinearAttention) -> Iterator[None]:
-    """The teacher goes on with what the student's site answers to the same input."""
-
-    def answer(module: LinearAttention, args: Any, kwargs: Any, output: Any) -> Any:
-        mine.grid_ref.grid = module.grid_ref.grid  # the student's backbone does not run
-        return mine(*args, **kwargs)
-
-    hook = theirs.register_forward_hook(answer, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
