@@ -1,10 +1,11 @@
 """Write Fashion-MNIST as image sets that ``--data`` reads: one to learn from and choose by, one to report.
 
 Run ``python scripts/fashion_mnist.py IDX_DIR data`` where IDX_DIR holds the four gzip IDX files (for example
-``/usr/share/datasets/fashion-mnist`` of the Debian package ``dataset-fashion-mnist``). It writes two folders of tables:
+``/usr/share/datasets/fashion-mnist`` of the Debian package ``dataset-fashion-mnist``). It writes three folders of tables:
 
 - ``data/fashion-mnist``: ``train``, 55,000 of the training images, and ``validation``, the other 5,000, drawn with a
   fixed seed. Settings are chosen on them.
+- ``data/fashion-mnist-few``: the same, with 4,000 of the images to learn from.
 - ``data/fashion-mnist-test``: ``test``, the 10,000 test images. A set always has images to learn from as well; here
   they are the 5,000 once more.
 """
@@ -19,6 +20,7 @@ import numpy as np
 from train_demo import CLASSES, png, read_idx
 
 VALIDATION = 5000
+FEW = 4000
 SEED = 0
 
 
@@ -32,23 +34,24 @@ def write_table(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
 
 
 def write_sets(idx: Path, output: Path) -> None:
-    """Both folders, from the IDX files in ``idx``."""
+    """All folders, from the IDX files in ``idx``."""
     images, labels = read_idx(idx, "train")
     order = np.random.default_rng(SEED).permutation(len(images))
     validation, train = np.sort(order[:VALIDATION]), np.sort(order[VALIDATION:])
-    learn, report = output / "fashion-mnist", output / "fashion-mnist-test"
+    report = output / "fashion-mnist-test"
     name = "{}-00000-of-00001.parquet".format
-    write_table(learn / name("train"), images[train], labels[train])
-    write_table(learn / name("validation"), images[validation], labels[validation])
+    for folder, learn in ((output / "fashion-mnist", train), (output / "fashion-mnist-few", np.sort(order[-FEW:]))):
+        write_table(folder / name("train"), images[learn], labels[learn])
+        write_table(folder / name("validation"), images[validation], labels[validation])
     write_table(report / name("train"), images[validation], labels[validation])
     write_table(report / name("test"), *read_idx(idx, "test"))
 
 
 def main() -> None:
-    """Write both sets."""
+    """Write all sets."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("idx", type=Path, help="folder with the four gzip IDX files")
-    parser.add_argument("output", type=Path, help="folder in which the two sets are made")
+    parser.add_argument("output", type=Path, help="folder in which the sets are made")
     args = parser.parse_args()
     datasets.disable_progress_bars()
     write_sets(args.idx, args.output)

@@ -20,6 +20,7 @@ from PIL import Image, UnidentifiedImageError
 from timm.data import create_transform
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torchvision.transforms import Compose, RandomHorizontalFlip
 
 from vit2linear.errors import DataError
 from vit2linear.images import ImageList, Images, ImageStream
@@ -50,9 +51,12 @@ def eval_view(data_config: dict[str, Any]) -> View:
 
 
 def train_view(data_config: dict[str, Any], augment: str) -> View:
-    """``mild``: random resized crop and flip; ``none``: the evaluation view."""
+    """``mild``: random resized crop and flip; ``flip``: the evaluation view or its mirror image; ``none``: that view."""
     if augment == "none":
         return eval_view(data_config)
+    if augment == "flip":
+        view = eval_view(data_config)
+        return View(Compose([RandomHorizontalFlip(), view.transform]), view.channels)
     transform = create_transform(
         input_size=data_config["input_size"],
         is_training=True,
