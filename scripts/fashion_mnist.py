@@ -1,7 +1,7 @@
 """Write Fashion-MNIST as image sets that ``--data`` reads: one to learn from and choose by, one to report.
 
 Run ``python scripts/fashion_mnist.py IDX_DIR data`` where IDX_DIR holds the four gzip IDX files (for example
-``/usr/share/datasets/fashion-mnist`` of the Debian package ``dataset-fashion-mnist``). It writes three folders of tables:
+``/usr/share/datasets/fashion-mnist`` of the Debian package ``dataset-fashion-mnist``). It writes folders of tables:
 
 - ``data/fashion-mnist``: ``train``, 55,000 of the training images, and ``validation``, the other 5,000, drawn with a
   fixed seed. Settings are chosen on them.

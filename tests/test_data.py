@@ -38,6 +38,18 @@ def batches(images: Any, steps: int, **kwargs: Any) -> torch.Tensor:
     return torch.stack([x for x, _ in train_batches(images, train_view(CONFIG, "mild"), steps=steps, **options)])
 
 
+def test_augmentation_by_flips_alone(class_folders: Path) -> None:
+    images = listed(open_images(str(class_folders)).train)
+    data, where = images.read(0)[0], images.where(0)
+    plain, flips = eval_view(CONFIG)(data, where), train_view(CONFIG, "flip")
+    torch.manual_seed(0)
+    seen = [flips(data, where) for _ in range(10)]
+    mirrored = [not torch.equal(x, plain) for x in seen]
+    assert 0 < sum(mirrored) < 10
+    # Mirrored before it is resized, which is the same but for rounding.
+    assert all((x.flip(-1) - plain).abs().max() < 0.02 for x, m in zip(seen, mirrored, strict=True) if m)
+
+
 def test_class_folders(class_folders: Path) -> None:
     sets = open_images(str(class_folders))
     assert sets.held_out is None

@@ -124,16 +124,22 @@ def test_tables_are_those_of_the_results() -> None:
     assert {match[1] for match in BLOCK.finditer(page)} <= {e.name for e in experiments}
 
 
-def test_fashion_mnist_becomes_two_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fashion_mnist_becomes_three_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     for prefix, count in (("train", 12), ("t10k", 4)):
         images, labels = rng.integers(0, 256, (count, 28, 28), np.uint8), rng.integers(0, 10, count, np.uint8)
         (tmp_path / f"{prefix}-images-idx3-ubyte.gz").write_bytes(gzip.compress(bytes(16) + images.tobytes()))
         (tmp_path / f"{prefix}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(bytes(8) + labels.tobytes()))
     monkeypatch.setattr(fashion_mnist, "VALIDATION", 3)
+    monkeypatch.setattr(fashion_mnist, "FEW", 4)
     fashion_mnist.write_sets(tmp_path, tmp_path / "data")
-    learn, report = (open_images(str(tmp_path / "data" / name)) for name in ("fashion-mnist", "fashion-mnist-test"))
-    sets = [images for s in (learn, report) for images in (s.train, s.validation) if isinstance(images, ImageList)]
-    assert [images.size for images in sets] == [9, 3, 3, 4]
-    train, validation, again, test = ({images.read(i) for i in range(images.size)} for images in sets)
-    assert again == validation and len(train | validation | test) == 16
+    names = ("fashion-mnist", "fashion-mnist-test", "fashion-mnist-few")
+    sets = [
+        images
+        for s in (open_images(str(tmp_path / "data" / name)) for name in names)
+        for images in (s.train, s.validation)
+        if isinstance(images, ImageList)
+    ]
+    assert [images.size for images in sets] == [9, 3, 3, 4, 4, 3]
+    train, validation, again, test, few, once_more = ({images.read(i) for i in range(images.size)} for images in sets)
+    assert again == once_more == validation and few < train and len(train | validation | test) == 16

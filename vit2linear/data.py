@@ -51,7 +51,7 @@ def eval_view(data_config: dict[str, Any]) -> View:
 
 
 def train_view(data_config: dict[str, Any], augment: str) -> View:
-    """``mild``: random resized crop and flip; ``flip``: the evaluation view or its mirror image; ``none``: that view."""
+    """``mild``: random resized crop and flip; ``flip``: the evaluation view or its mirror; ``none``: that view."""
     if augment == "none":
         return eval_view(data_config)
     if augment == "flip":

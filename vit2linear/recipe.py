@@ -144,8 +144,8 @@ class DistillOptions:
     clip: float = 1.0
     """Largest gradient norm."""
     augment: Literal["mild", "flip", "none"] = "mild"
-    """``mild``: random resized crop (scale 0.7-1) and horizontal flip; ``flip``: the evaluation view or its mirror image;
-    ``none``: the evaluation view."""
+    """``mild``: random resized crop (scale 0.7-1) and horizontal flip; ``flip``: the evaluation view or its mirror
+    image; ``none``: the evaluation view."""
     temperature: float = 2.0
     """Of the loss ``logits``."""
     label_smoothing: float = 0.1
