@@ -1,16 +1,26 @@
-"""Calibration: a better start without any training, from one closed form.
+"""Calibration: a better start without any training, from closed forms.
 
-Site by site, on the student's own inputs, the attention's output projection (weight and bias) is fitted by ridge
-regression in float64 to what the teacher's projection gives on the same images, so that later sites make good what
-earlier ones got wrong. Two things keep it honest where images are few: the ridge pulls towards the copied weights, not
-towards zero, and a fit is accepted only if the final features of the *model* come closer to the teacher's on images
-that took no part in the fit.
+All images go through both models in step, layer by layer, on the student's own inputs, so that later layers make good
+what earlier ones got wrong. Two things are done at every block, each in closed form:
+
+- Queries and keys get a scale and a threshold, which kernels such as relu need and softmax does not: keys are centred
+  (softmax does not see that), and of a few scales and thresholds the one is taken from which the teacher's output is
+  explained best (``_heads``).
+- Every linear layer that writes into the residual stream, the attention's output projection and the MLP's second
+  layer, is fitted by ridge regression so that the stream returns to the teacher's (``_ridge``). The ridge pulls towards
+  the copied weights, not towards zero.
+
+Each fit is chosen by images that took no part in it. All of them together are kept only if the final features of the
+*model* come closer to the teacher's on those images, otherwise none is. (Judging fit by fit refuses the first ones:
+layers that are not fitted yet are used to the copied weights' errors.)
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,27 +28,36 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from vit2linear.distill.tasks import Reached, run, run_until_reached
+from vit2linear.distill._heads import HeadFit, fit_heads
+from vit2linear.distill._ridge import Step, Tokens, best_step
+from vit2linear.distill._steps import SteppedForward
+from vit2linear.distill._writers import Writer, writers_of
+from vit2linear.distill.tasks import last_features, run
 from vit2linear.errors import DataError
-from vit2linear.losses import unexplained
+from vit2linear.losses import Objective
 from vit2linear.recipe import Calibration
 from vit2linear.reporting import Reporter
-from vit2linear.site import LinearAttention, sites_of
+from vit2linear.site import LinearAttention
 
 BATCH = 32
 """Images of one forward."""
+HELD_OUT = 64
+"""At most so many images judge: they are few, and what they judge is one number."""
+PREFIX_WEIGHT = 5.0
+"""A class token or register counts as much as so many patches: there are few of them, and heads read them."""
+CRITERION = Objective({"feature": 1.0})
 
 
 @dataclass(frozen=True)
-class SiteFit:
-    """What was accepted at one site."""
+class LayerFit:
+    """What was done at one layer."""
 
     ridge: float | None
-    """In units of the mean squared input; ``None``: the copied projection stayed."""
-    correction: float
-    """Share of the residual stream's error that the site was asked to make good."""
-    error: float
-    """Held-out error of the model's final features afterwards."""
+    """In units of the inputs' variance; ``None``: the layer stayed as it was."""
+    heads: HeadFit | None
+    """Of an attention: scale and threshold of queries and keys; ``None``: those stayed."""
+    unexplained: float
+    """Share of what was missing at this layer that still is, on held-out tokens."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +68,11 @@ class CalibrationReport:
     held_out: int
     seconds: float
     error_before: float
-    """Unexplained energy of the final features on the held-out images."""
+    """The loss ``feature`` on the held-out images."""
     error_after: float
-    sites: dict[str, SiteFit]
+    """The same as before if the fits were refused."""
+    layers: dict[str, LayerFit]
+    """Empty if the fits were refused."""
 
 
 def calibrate(
@@ -61,7 +82,7 @@ def calibrate(
     options: Calibration,
     reporter: Reporter,
 ) -> CalibrationReport:
-    """Fit the output projections of ``student`` in place; the last fifth of the images is held out.
+    """Fit ``student`` in place; the last fifth of the images, and at most ``HELD_OUT``, are held out.
 
     Raises:
         DataError: fewer than two images, so that none could judge.
@@ -69,139 +90,139 @@ def calibrate(
     if len(pixels) < 2:
         raise DataError(f"calibration got {len(pixels)} image, and needs at least 2.", "Give more, or --calibrate 0.")
     start = time.perf_counter()
-    held_out = max(1, len(pixels) // 5)
-    fit, held = pixels[:-held_out].split(BATCH), pixels[-held_out:].split(BATCH)
+    held_out = min(max(1, len(pixels) // 5), HELD_OUT)
     device = next(student.parameters()).device
-
-    def features(model: nn.Module, images: Tensor) -> Tensor:
-        """Final tokens of all branches, one row for each image."""
-        tokens = run(model, images.to(device), {}).tokens
-        return torch.cat([t.float().flatten(1) for t in tokens], dim=1)
-
+    fit, held = pixels[:-held_out].split(BATCH), pixels[-held_out:].split(BATCH)
     with torch.no_grad():
-        targets = [features(teacher, x) for x in held]
+        targets = [run(teacher, x.to(device), {}) for x in held]
 
         def error() -> float:
-            found = [unexplained(features(student, x), t) * len(x) for x, t in zip(held, targets, strict=True)]
+            found = [CRITERION(run(student, x.to(device), {}), t) * len(x) for x, t in zip(held, targets, strict=True)]
             return float(torch.stack(found).sum() / held_out)
 
-        before = current = error()
-        fits: dict[str, SiteFit] = {}
-        theirs = sites_of(teacher)
-        for path, site in sites_of(student).items():
-            layer = getattr(site, site.kind.output, None)
-            if isinstance(layer, nn.Linear):
-                moments = _moments(teacher, student, path, theirs[path], site, fit)
-                fits[path] = _fit(layer, moments, options, current, error)
-                current = fits[path].error
-                reporter.say(f"calibrated {path}: held-out error of the features {current:.4f}")
-    return CalibrationReport(len(pixels) - held_out, held_out, time.perf_counter() - start, before, current, fits)
+        before, copied = error(), {n: p.clone() for n, p in student.named_parameters()}
+        layers: dict[str, LayerFit] = {}
+        with _Walk(teacher, student, [*fit, *held], device) as walk:
+            for writer, batches in walk:
+                done = _fit(writer, batches[: len(fit)], batches[len(fit) :], options.ridges)
+                layers[writer.path] = done
+                reporter.say(f"calibrated {writer.path}: {100 * (1 - done.unexplained):.0f}% of the error made good")
+        after = error()
+        if not after < before:
+            reporter.say(f"calibration refused: held-out error of the features {before:.4f} -> {after:.4f}")
+            after, layers = before, {}
+            for name, parameter in student.named_parameters():
+                parameter.copy_(copied[name])
+    return CalibrationReport(len(pixels) - held_out, held_out, time.perf_counter() - start, before, after, layers)
 
 
-@dataclass
-class _Moments:
-    """Sums over tokens of what a fit needs: inputs h, residuals r = y - layer(h), stream errors d."""
+@dataclass(frozen=True)
+class _Batch:
+    """One batch on its way into a writer."""
 
-    count: int
-    h: Tensor
-    hh: Float[Tensor, "inputs inputs"]
-    r: Float[Tensor, "2 outputs"]
-    hr: Float[Tensor, "2 inputs outputs"]
-
-
-def _fit(
-    layer: nn.Linear, moments: _Moments, options: Calibration, current: float, error: Callable[[], float]
-) -> SiteFit:
-    """Try every ridge and correction; leave the best in the layer, or what was there."""
-    weight, bias = layer.weight.clone(), None if layer.bias is None else layer.bias.clone()
-    best, kept = SiteFit(None, 0.0, current), (weight, bias)
-    mean = moments.h / moments.count
-    gram = moments.hh / moments.count - torch.outer(mean, mean)
-    scale = gram.diagonal().mean()
-    for correction in options.corrections:
-        residual = (moments.r[0] + correction * moments.r[1]) / moments.count
-        cross = (moments.hr[0] + correction * moments.hr[1]) / moments.count - torch.outer(mean, residual)
-        for ridge in options.ridges:
-            step = torch.linalg.solve(gram + ridge * scale * torch.eye(len(gram), dtype=gram.dtype), cross).T
-            layer.weight.copy_(weight + step.to(weight))
-            if bias is not None:
-                layer.bias.copy_(bias + (residual - step @ mean).to(bias))
-            found = error()
-            if found < best.error:
-                best = SiteFit(ridge, correction, found)
-                kept = layer.weight.clone(), None if bias is None else layer.bias.clone()
-    layer.weight.copy_(kept[0])
-    if kept[1] is not None:
-        layer.bias.copy_(kept[1])
-    return best
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    wanted: Tensor
+    """What the layer should give: the teacher's output, and what the stream lacks so far."""
 
 
-def _moments(
-    teacher: nn.Module,
-    student: nn.Module,
-    path: str,
-    theirs: LinearAttention,
-    mine: LinearAttention,
-    batches: Sequence[Tensor],
-) -> _Moments:
-    """Run both models as far as the site, batch by batch."""
-    total: _Moments | None = None
-    for pixels in batches:
-        target = _until(teacher, path, theirs, pixels)
-        own = _until(student, path, mine, pixels)
-        h, r = own.entering.double().cpu(), (target.leaving - own.leaving).double().cpu()
-        d = torch.zeros_like(r)
-        if own.stream is not None and target.stream is not None and own.stream.numel() == r.numel():
-            d = (target.stream - own.stream).reshape(r.shape).double().cpu()
-        rd = torch.stack([r, d])
-        found = _Moments(len(h), h.sum(0), h.T @ h, rd.sum(1), h.T @ rd)
-        total = (
-            found if total is None else _Moments(*(a + b for a, b in zip(_parts(total), _parts(found), strict=True)))
-        )
-    assert total is not None
-    return total
+def _fit(writer: Writer, fit: list[_Batch], held: list[_Batch], ridges: Sequence[float]) -> LayerFit:
+    """Fit one writer in place."""
+
+    def propose(fit: list[_Batch], held: list[_Batch]) -> Step:
+        tokens = [_tokens(writer, b) for b in held]
+        return best_step((_tokens(writer, b) for b in fit), tokens, ridges, writer.layer.bias is not None)
+
+    heads = fit_heads(writer.module, fit, held, propose) if isinstance(writer.module, LinearAttention) else None
+    step = propose(fit, held)
+    if not step.error < step.error_without:
+        return LayerFit(None, heads, 1.0)
+    writer.layer.weight.add_(step.weight.to(writer.layer.weight))
+    if writer.layer.bias is not None:
+        writer.layer.bias.add_(step.bias.to(writer.layer.bias))
+    return LayerFit(step.ridge, heads, step.error / step.error_without)
 
 
-def _parts(moments: _Moments) -> tuple[Any, ...]:
-    return moments.count, moments.h, moments.hh, moments.r, moments.hr
-
-
-@dataclass
-class _Seen:
-    """One forward up to a site's output projection, tokens of all images in one axis."""
-
-    entering: Tensor
-    leaving: Tensor
-    stream: Tensor | None
-
-
-def _until(model: nn.Module, path: str, site: LinearAttention, pixels: Tensor) -> _Seen:
-    """What enters and leaves the output projection, and the residual stream of the block, in units of its output."""
-    stream: list[Tensor] = []
-    seen: list[_Seen] = []
-    block_path = path.rpartition(".")[0]
-    block = model.get_submodule(block_path)
-    alone = sum(p.startswith(f"{block_path}.") for p in sites_of(model)) == 1
-    gain = getattr(getattr(block, "ls1", None), "gamma", getattr(block, "gamma_1", None))
-
-    def enter(_: nn.Module, args: Any) -> None:
-        if alone and args and isinstance(args[0], Tensor):
-            stream.append(args[0] if gain is None else args[0] / _away_from_zero(gain))
-
-    def leave(_: nn.Module, args: Any, output: Tensor) -> None:
-        x = stream[0] if stream else None
-        seen.append(_Seen(args[0].flatten(0, -2), output.flatten(0, -2), x))
-        raise Reached
-
-    hooks = [block.register_forward_pre_hook(enter), getattr(site, site.kind.output).register_forward_hook(leave)]
+def _tokens(writer: Writer, batch: _Batch) -> Tokens:
+    """What goes into the layer, and what its output lacks."""
+    calls: list[tuple[Tensor, Tensor]] = []
+    handle = writer.layer.register_forward_hook(lambda _, args, output: calls.append((args[0], output)))
     try:
-        run_until_reached(model, pixels.to(next(model.parameters()).device))
+        writer.module(*batch.args, **batch.kwargs)
     finally:
-        for hook in hooks:
-            hook.remove()
-    return seen[0]
+        handle.remove()
+    inputs, output = (x.float() for x in calls[0])
+    weight = torch.ones(inputs.shape[:-1], device=inputs.device)
+    if inputs.ndim == 3:
+        weight[:, : writer.prefix] = PREFIX_WEIGHT
+    missing = batch.wanted.reshape(output.shape) - output
+    return Tokens(inputs.flatten(0, -2), missing.flatten(0, -2), weight.flatten())
 
 
-def _away_from_zero(gain: Tensor) -> Tensor:
-    """A layer scale as a divisor."""
-    return torch.where(gain < 0, -1.0, 1.0) * gain.abs().clamp_min(1e-3)
+class _Walk:
+    """Both models' forwards over all batches, stopped at every writer in turn."""
+
+    def __init__(self, teacher: nn.Module, student: nn.Module, batches: list[Tensor], device: torch.device) -> None:
+        self.hooks = ExitStack()
+        self.writers = writers_of(student)
+        for path, writer in writers_of(teacher).items():
+            self._watch(writer)
+            self._hook(writer.layer.register_forward_hook(_stopper(path)))
+        for path, writer in self.writers.items():
+            self._watch(writer)
+            self._hook(writer.module.register_forward_pre_hook(_stopper(path), with_kwargs=True))
+        self.forwards = [
+            [SteppedForward(lambda m=m, x=x: last_features(m, x.to(device))) for x in batches]  # type: ignore[misc]
+            for m in (teacher, student)
+        ]
+
+    def __enter__(self) -> _Walk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for forward in itertools.chain(*self.forwards):
+            forward.abandon()
+        self.hooks.close()
+
+    def __iter__(self) -> Iterator[tuple[Writer, list[_Batch]]]:
+        theirs, mine = self.forwards
+        while (stops := [f.advance() for f in mine])[0] is not None:
+            writer = self.writers[stops[0][0]]
+            batches = []
+            for (_, args, kwargs), own, their in zip(stops, mine, theirs, strict=True):
+                _, _, wanted = their.advance()
+                batches.append(_Batch(args, kwargs, wanted.float() + _lacking(writer, own, their)))
+            yield writer, batches
+
+    def _hook(self, handle: Any) -> None:
+        self.hooks.callback(handle.remove)
+
+    def _watch(self, writer: Writer) -> None:
+        if writer.source is not None:
+            self._hook(writer.source.register_forward_pre_hook(_keep_stream))
+
+
+def _stopper(path: str) -> Callable[..., None]:
+    def hook(_: nn.Module, args: tuple[Any, ...], more: Any) -> None:
+        forward = SteppedForward.current()
+        if forward is not None:
+            forward.stop((path, args, more))
+
+    return hook
+
+
+def _keep_stream(_: nn.Module, args: tuple[Any, ...]) -> None:
+    forward = SteppedForward.current()
+    if forward is not None and args and isinstance(args[0], Tensor):
+        forward.notes["stream"] = args[0]
+
+
+def _lacking(writer: Writer, mine: SteppedForward, theirs: SteppedForward) -> Tensor | float:
+    """What the student's stream lacks on arrival, in units of the layer's output."""
+    if writer.source is None or "stream" not in mine.notes or "stream" not in theirs.notes:
+        return 0.0
+    difference: Tensor = (theirs.notes["stream"] - mine.notes["stream"]).float()
+    if writer.gain is None:
+        return difference
+    gain = writer.gain.float()
+    return difference / torch.where(gain < 0, -1.0, 1.0) / gain.abs().clamp_min(1e-3)
