@@ -141,7 +141,7 @@ def test_a_planted_scale_and_offset_of_queries_and_keys_are_recovered() -> None:
     with torch.no_grad():
         x = torch.randn(2, 17, 48)
         site.proj = theirs.proj
-        torch.testing.assert_close(site(x), theirs(x), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(site(x), theirs(x), atol=1e-4, rtol=1e-3)
 
 
 def test_keys_are_centred_and_thresholds_are_in_deviations() -> None:

@@ -120,10 +120,10 @@ class Calibration:
     """``[distill.calibration]``: the closed form, without any training."""
 
     images: int | None = None
-    """Training images that are read once; a fifth of them only judges. 0: no calibration. Default: 512 where nothing is
-    trained (``distill.steps = 0``), otherwise 0: training from the copied weights ends better."""
+    """Training images that are read once; a fifth of them (at most 64) only judges. 0: no calibration. Default: 512
+    where nothing is trained (``distill.steps = 0``), otherwise 0: training from the copied weights ends better."""
     ridges: tuple[float, ...] = (1e-3, 1e-1, 1.0)
-    """Pulls towards the copied weights that are tried at every site, in units of the mean squared input."""
+    """Pulls towards the copied weights that are tried at every layer, in units of the inputs' mean variance."""
     before: tuple[Literal["attention", "feature"], ...] = ("attention",)
     """The stages before which it runs: before stage ``attention`` is the copied model, before ``feature`` that stage's
     result."""
