@@ -25,6 +25,7 @@ LAYERS = [
     {"surgery", "model", "probe", "mimetic"},
     {"initial", "images", "classes", "data", "audit", "devices"},
     {"distill"},
+    {"calibration"},
     {"catalogue", "compare", "evaluation", "bench", "training_cost", "hybrid"},
     {"artifact", "card", "plots"},
     {"prepare"},

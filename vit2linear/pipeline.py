@@ -20,9 +20,9 @@ import vit2linear
 from vit2linear import artifact, card, hybrid, model
 from vit2linear.artifact import Artifact
 from vit2linear.audit import audit
+from vit2linear.calibration.calibrate import CalibrationReport, calibrate
 from vit2linear.data import train_batches, train_view
 from vit2linear.devices import accelerator_for
-from vit2linear.distill.calibrate import CalibrationReport, calibrate
 from vit2linear.distill.loop import StageReport, run_stage, split_steps
 from vit2linear.errors import DataError
 from vit2linear.evaluation import Judge, open_judge

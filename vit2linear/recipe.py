@@ -120,12 +120,10 @@ class Calibration:
     """``[distill.calibration]``: the closed form, without any training."""
 
     images: int | None = None
-    """Training images that are read once; a fifth of them only judges. 0: no calibration. Default: 512 where nothing is
-    trained (``distill.steps = 0``), otherwise 0: training from the copied weights ends better."""
+    """Training images that are read once; a fifth of them (at most 64) only judges. 0: no calibration. Default: 512
+    where nothing is trained (``distill.steps = 0``), otherwise 0: training from the copied weights ends better."""
     ridges: tuple[float, ...] = (1e-3, 1e-1, 1.0)
-    """Pulls towards the copied weights that are tried at every site, in units of the mean squared input."""
-    corrections: tuple[float, ...] = (0.0, 1.0)
-    """Shares of the residual stream's error so far that a site is asked to make good, all of them tried."""
+    """Pulls towards the copied weights that are tried at every layer, in units of the inputs' mean variance."""
     before: tuple[Literal["attention", "feature"], ...] = ("attention",)
     """The stages before which it runs: before stage ``attention`` is the copied model, before ``feature`` that stage's
     result."""
@@ -237,7 +235,6 @@ class Recipe:
             ("distill.ema", d.ema, 0, 1),
             ("distill.calibration.images", d.calibration.images, 0, None),
             ("distill.calibration.ridges", min(d.calibration.ridges, default=0), 1e-12, None),
-            ("distill.calibration.corrections", min(d.calibration.corrections, default=-1), 0, 1),
             ("data.workers", self.data.workers, 0, None),
             ("data.eval_samples", self.data.eval_samples, 1, None),
             ("run.seed", self.run.seed, 0, 2**32 - 1),

@@ -1,0 +1,1 @@
+"""The closed forms: a better start without any training."""
