@@ -58,8 +58,9 @@ def test_held_out_features_come_closer(op: str, demo: tuple[nn.Module, Tensor]) 
     assert float(sum(found)) / len(held) == pytest.approx(report.error_after, rel=1e-4)
     changed = {k for k, v in student.state_dict().items() if not torch.equal(v, before[k])}
     fitted = [path for path, fit in report.layers.items() if fit.ridge is not None]
-    mapped = [path.replace("proj", "qkv") for path, fit in report.layers.items() if fit.heads is not None]
-    assert changed == {f"{path}.{w}" for path in [*fitted, *mapped] for w in ("weight", "bias")}
+    mapped = {path.replace("proj", "qkv"): fit.heads for path, fit in report.layers.items() if fit.heads is not None}
+    wanted = {f"{path}.{w}" for path in fitted for w in ("weight", "bias")} | {f"{path}.bias" for path in mapped}
+    assert changed == wanted | {f"{path}.weight" for path, heads in mapped.items() if heads.scale != 1}
     assert {path.rpartition(".")[2] for path in fitted} == {"proj", "fc2"} and all(
         0 < report.layers[path].unexplained < 1 for path in fitted
     )
