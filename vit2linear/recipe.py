@@ -141,9 +141,9 @@ class DistillOptions:
     """Share of each stage's steps spent on linear warm-up."""
     clip: float = 1.0
     """Largest gradient norm."""
-    augment: Literal["mild", "flip", "none"] = "mild"
-    """``mild``: random resized crop (scale 0.7-1) and horizontal flip; ``flip``: the evaluation view or its mirror
-    image; ``none``: the evaluation view."""
+    augment: Literal["flip", "mild", "none"] = "flip"
+    """``flip``: the evaluation view or its mirror image; ``mild``: random resized crop (scale 0.7-1) and horizontal
+    flip; ``none``: the evaluation view."""
     temperature: float = 2.0
     """Of the loss ``logits``."""
     label_smoothing: float = 0.1
