@@ -42,7 +42,7 @@ from vit2linear.errors import RecipeError
 from vit2linear.recipe import Recipe, Rule, override
 from vit2linear.strict import build
 
-METRICS = ("top1", "knn", "agreement", "feature_cosine", "speedup")
+METRICS = ("top1", "knn", "probe", "agreement", "feature_cosine", "speedup")
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,13 @@ class Metric:
 
 
 def _score(key: str, title: str) -> Metric:
-    return Metric(title, ".2f", lambda e: e["student"][key], lambda e: e["teacher"][key])
+    return Metric(title, ".2f", lambda e: e["student"].get(key), lambda e: e["teacher"].get(key))
 
 
 SHOWN = {
     "top1": _score("top1", "top-1, %"),
     "knn": _score("knn", "10-NN, %"),
+    "probe": _score("probe", "ridge probe, %"),
     "agreement": Metric("same first class, %", ".2f", lambda e: e["agreement"]),
     "feature_cosine": Metric("cosine of features", ".4f", lambda e: e["feature_cosine"]),
     "speedup": Metric("speed over softmax", ".2f", lambda e: e["speedup"]),

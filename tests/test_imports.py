@@ -25,7 +25,7 @@ LAYERS = [
     {"surgery", "model", "probe", "mimetic"},
     {"initial", "images", "classes", "data", "audit", "devices"},
     {"distill"},
-    {"calibration"},
+    {"calibration", "headless"},
     {"catalogue", "compare", "evaluation", "bench", "training_cost", "hybrid"},
     {"artifact", "card", "plots"},
     {"prepare"},

@@ -40,7 +40,7 @@ def test_every_problem_is_reported_at_once() -> None:
     for part in (
         "source.modle: unknown key; did you mean 'model'?",
         "distill.steps: 'many' is not an integer",
-        "distill.augment: 'wild' is not one of 'mild', 'none'",
+        "distill.augment: 'wild' is not one of 'flip', 'mild', 'none'",
         "distill.feature.lr: True is not a number",
         "convert.0.operator: unknown key",
     ):

@@ -120,6 +120,7 @@ def _table(report: EvalReport) -> str:
         ("top-1, %", t.top1, s.top1, ".2f"),
         ("top-5, %", t.top5, s.top5, ".2f"),
         ("10-NN, %", t.knn, s.knn, ".2f"),
+        ("ridge probe, %", t.probe, s.probe, ".2f"),
         ("images/s", t.images_per_second, s.images_per_second, ".1f"),
     ]
     lines = ["| | softmax original | this model |", "|---|---|---|"]

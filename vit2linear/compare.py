@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vit2linear.data import Batch
 from vit2linear.distill.forward import has_head, last_features, pooled_feature, run
 from vit2linear.errors import DataError
+from vit2linear.headless import nearest_neighbours, neighbour_agreement, ridge_probe
 from vit2linear.losses import Outputs, unexplained
 from vit2linear.site import sites_of
 
-NEIGHBOURS = 10
 _ERROR_IMAGES = 256
 
 
@@ -30,6 +30,8 @@ class Scores:
     top5: float | None
     knn: float | None
     """Headless and labelled: accuracy of the 10 nearest training images by cosine of the pooled feature."""
+    probe: float | None
+    """Headless and labelled: accuracy of a linear classifier of the pooled feature, fitted by ridge regression."""
     images_per_second: float
 
 
@@ -56,7 +58,7 @@ class EvalReport:
     def summary(self) -> str:
         """The comparison in one line."""
         parts = [f"{self.images:,} images"]
-        for title, key in (("top-1", "top1"), ("10-NN", "knn")):
+        for title, key in (("top-1", "top1"), ("10-NN", "knn"), ("ridge probe", "probe")):
             teacher, student = getattr(self.teacher, key), getattr(self.student, key)
             if teacher is not None and student is not None:
                 parts.append(f"{title} {student:.2f}% (teacher {teacher:.2f}%)")
@@ -115,13 +117,14 @@ def compare(
     truth = torch.cat(labels)
     pooled = {name: F.normalize(torch.cat(k.pooled).float(), dim=-1) for name, k in kept.items()}
     headless = not teacher.num_classes
-    neighbours = _bank_accuracy(models, pooled, truth, bank, device) if headless and bank is not None else {}
+    by_features = _bank_scores(models, pooled, truth, bank, device) if headless and bank is not None else {}
     scores = {}
     for name, k in kept.items():
         top1, top5 = (None, None) if headless or class_map is None else _accuracy(torch.cat(k.top), truth, class_map)
         # The first batch pays for warming up.
         rate = statistics.median(k.rates[1:] or k.rates)
-        scores[name] = Scores(top1, top5, neighbours.get(name), rate)
+        knn, probe = (by_features.get(name, {}).get(kind) for kind in ("knn", "probe"))
+        scores[name] = Scores(top1, top5, knn, probe, rate)
     agreement = None
     if not headless:
         first = [torch.cat(kept[name].top)[:, 0] for name in models]
@@ -133,7 +136,7 @@ def compare(
         teacher=scores["teacher"],
         student=scores["student"],
         agreement=agreement,
-        neighbour_agreement=_neighbour_agreement(pooled["teacher"], pooled["student"]) if headless else None,
+        neighbour_agreement=neighbour_agreement(pooled["teacher"], pooled["student"]) if headless else None,
         feature_cosine=float((pooled["teacher"] * pooled["student"]).sum(-1).mean()),
         speedup=statistics.median(paired[1:] or paired),
         site_errors={path: statistics.fmean(values) for path, values in errors.items()},
@@ -172,29 +175,14 @@ def _accuracy(
     return _percent(hits[:, 0]), _percent(hits.any(-1))
 
 
-def _nearest(queries: Float[Tensor, "queries channels"], bank: Float[Tensor, "bank channels"], k: int) -> Tensor:
-    """Indices (queries, k) of the most similar rows of ``bank``; rows are unit vectors."""
-    return torch.cat([(chunk @ bank.T).topk(min(k, len(bank))).indices for chunk in queries.split(1024)])
-
-
-def _neighbour_agreement(teacher: Tensor, student: Tensor) -> float | None:
-    """Each image's neighbours among the other images, as seen by both models."""
-    if len(teacher) <= NEIGHBOURS:
-        return None
-    # An image is its own nearest neighbour: ask for one more and leave it out by its index.
-    a, b = (_nearest(x, x, NEIGHBOURS + 1) for x in (teacher, student))
-    own = torch.arange(len(teacher))[:, None]
-    shared = (a[:, :, None] == b[:, None, :]) & (a != own)[:, :, None]
-    return 100 * float(shared.any(-1).sum(-1).clamp_max(NEIGHBOURS).float().mean()) / NEIGHBOURS
-
-
-def _bank_accuracy(
+def _bank_scores(
     models: dict[str, nn.Module],
     pooled: dict[str, Tensor],
     truth: Tensor,
     bank: Iterator[Batch],
     device: torch.device,
-) -> dict[str, float]:
+) -> dict[str, dict[str, float]]:
+    """``knn`` and ``probe`` of every model, from labelled images beside those of ``pooled``."""
     kept = {name: _Kept() for name in models}
     labels = []
     for pixels, classes in bank:
@@ -202,12 +190,16 @@ def _bank_accuracy(
             _forward(model, pixels.to(device), kept[name])
         labels.append(classes)
     bank_labels = torch.cat(labels)
-    accuracy = {}
+    known = truth >= 0
+    scores = {}
     for name, k in kept.items():
-        features = F.normalize(torch.cat(k.pooled).float(), dim=-1)
-        votes = bank_labels[_nearest(pooled[name], features, NEIGHBOURS)].mode(-1).values
-        accuracy[name] = _percent(votes[truth >= 0] == truth[truth >= 0])
-    return accuracy
+        features, queries = F.normalize(torch.cat(k.pooled).float(), dim=-1), pooled[name][known]
+        predicted = {
+            "knn": nearest_neighbours(features, bank_labels, queries),
+            "probe": ridge_probe(features, bank_labels, queries),
+        }
+        scores[name] = {kind: _percent(classes == truth[known]) for kind, classes in predicted.items()}
+    return scores
 
 
 def _percent(hits: Tensor) -> float:

@@ -76,6 +76,7 @@ def _tables(name: str, report: EvalReport) -> list[object]:
         ("top-1, %", "top1"),
         ("top-5, %", "top5"),
         ("10-NN, %", "knn"),
+        ("ridge probe, %", "probe"),
         ("images/s", "images_per_second"),
     ):
         a, b = getattr(report.teacher, key), getattr(report.student, key)
