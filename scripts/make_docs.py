@@ -15,6 +15,8 @@ import typer.main
 from vit2linear import recipe
 from vit2linear.catalogue import attribute_docstrings, facts, type_name
 from vit2linear.cli.main import app
+from vit2linear.distill.loop import TASKS
+from vit2linear.losses import LOSSES
 
 DOCS = Path(__file__).parents[1] / "docs"
 SECTIONS = [
@@ -25,6 +27,7 @@ SECTIONS = [
     ("distill.calibration", recipe.Calibration),
     ("distill.attention", recipe.Stage),
     ("distill.feature", recipe.Stage),
+    ("distill.task", recipe.Stage),
     ("data", recipe.DataOptions),
     ("output", recipe.OutputOptions),
     ("run", recipe.RunOptions),
@@ -79,6 +82,10 @@ def recipes_page() -> str:
             ]
             parts.append(f"| {' | '.join(cells)} |")
         parts.append("")
+    parts.append("## Losses\n\n| loss | stages | meaning |\n|---|---|---|")
+    for name, loss in LOSSES.items():
+        stages = [f"`{stage}`" for stage, task in TASKS.items() if loss.needs <= task.fields]
+        parts.append(f"| `{name}` | {', '.join(stages)} | {' '.join((loss.function.__doc__ or '').split())} |")
     return "\n".join(parts).strip() + "\n"
 
 
