@@ -119,7 +119,7 @@ def site_cosine(student: Outputs, teacher: Outputs, _: Objective) -> Tensor:
 
 @loss("maps")
 def map_kl(student: Outputs, teacher: Outputs, _: Objective) -> Tensor:
-    """KL(teacher's row || student's row) of the routing maps, mean over heads and queries (arXiv 2411.09702).
+    """KL divergence of the routing map's rows from the teacher's, mean over heads and queries (arXiv 2411.09702).
 
     For maps that are not negative only; an entry of exactly zero counts as 1e-6.
     """
@@ -173,7 +173,7 @@ def relational(student: Outputs, teacher: Outputs, _: Objective) -> Tensor:
 
 @loss("logits")
 def logits(student: Outputs, teacher: Outputs, objective: Objective) -> Tensor:
-    """T^2 KL(teacher || student) of the class distributions at temperature T (Hinton et al., arXiv 1503.02531)."""
+    """T^2 times the KL divergence of the class distribution from the teacher's, at temperature T (arXiv 1503.02531)."""
     assert student.logits is not None and teacher.logits is not None
     temperature = objective.temperature
     s = F.log_softmax(student.logits.float() / temperature, -1)
