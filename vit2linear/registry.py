@@ -6,6 +6,7 @@ nothing, so that a misspelt name is found before torch is loaded.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -79,7 +80,7 @@ class Registry(Generic[T]):
 
     def _announced(self) -> dict[str, str]:
         """Name to ``module:Class`` of the entry points."""
-        return {e.name: e.value for e in metadata.entry_points(group=self._entry_points)} if self._entry_points else {}
+        return _entry_points(self._entry_points) if self._entry_points else {}
 
     def _external(self, value: str, base: type[T]) -> type[T]:
         module_name, _, class_name = value.partition(":")
@@ -90,3 +91,9 @@ class Registry(Generic[T]):
         if not (inspect.isclass(found) and issubclass(found, base)) or inspect.isabstract(found):
             raise RecipeError(f"{value!r} is not a complete {base.__module__}.{base.__name__}.")
         return found
+
+
+@functools.cache
+def _entry_points(group: str) -> dict[str, str]:
+    """What is installed, read once: it takes tens of milliseconds, and operators are looked up for every site."""
+    return {e.name: e.value for e in metadata.entry_points(group=group)}

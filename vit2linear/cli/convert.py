@@ -47,7 +47,7 @@ def convert(
     ] = None,
     data: o.Data = None,
     distill_steps: Annotated[
-        int | None, typer.Option(help="Optimiser steps of both stages together; 0 converts without training.")
+        int | None, typer.Option(help="Optimiser steps of all stages together; 0 converts without training.")
     ] = None,
     calibrate: Annotated[
         int | None,
