@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 STAGES = ("attention", "feature", "task")
 CLIP = 7.0
-"""Of the gradient norms here about 10 and 18 are clipped, at step 1 of the stages, and about 4 are not, at step 5."""
+"""Between the gradient norms at steps 1 and 5, of every stage."""
 RECIPE = f"""
 [distill]
 steps = {max(STEPS) * len(STAGES)}
@@ -70,11 +70,15 @@ def convert(source: Path, images: Path, folder: Path, *launch: str) -> Trained:
     folder.mkdir()
     command = [sys.executable, *launch, *arguments(source, images, folder, "tests.gradient_probe:Picky")]
     environment = ENVIRONMENT | {"GRADIENT_PROBE": str(folder)}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return Trained(folder, done.stderr)
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as run:
+        try:
+            _, stderr = run.communicate(timeout=250)
+        finally:
+            run.terminate()  # torchrun then ends its workers, which it could not if it were killed
+    assert run.returncode == 0, stderr
+    return Trained(folder, stderr)
 
 
 @pytest.fixture(scope="module")
@@ -128,13 +132,16 @@ def test_gradients(runs: tuple[Trained, Trained], stage: str, step: int) -> None
     assert main.keys() == other.keys() and all(torch.equal(main[k], other[k]) for k in main), "the processes agree"
     gradients = [k for k in alone if k.startswith("gradient")]
     assert main.keys() == alone.keys() and gradients, "the same parameters have one"
-    norm = torch.cat([main[k].flatten() for k in gradients]).norm()
-    assert norm <= CLIP * (1 + 1e-4), "clipped after averaging"
-    if stage != "task":
-        assert (norm < 0.9 * CLIP) == (step == 5), "both happen"
     for key in gradients:
         largest = alone[key].abs().max().item()
         torch.testing.assert_close(main[key], alone[key], rtol=10 * TOLERANCE[step], atol=TOLERANCE[step] * largest)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_is_of_averaged_gradients(runs: tuple[Trained, Trained], stage: str) -> None:
+    seen = [runs[1].seen(stage, step, 0)[0] for step in STEPS]
+    norms = [torch.cat([g.flatten() for k, g in s.items() if k.startswith("gradient")]).norm().item() for s in seen]
+    assert max(norms) == pytest.approx(CLIP, rel=1e-4) and min(norms) < 0.99 * CLIP
 
 
 @pytest.mark.parametrize("stage", STAGES)
