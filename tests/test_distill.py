@@ -224,6 +224,8 @@ def test_losses_are_their_formulas() -> None:
     assert s is not None and t is not None
     hard = nn.CrossEntropyLoss(label_smoothing=0.2)(s, torch.tensor([0, 2]))
     torch.testing.assert_close(Objective({"labels": 1.0}, label_smoothing=0.2)(student, teacher), hard)
+    half = Objective({"labels": 1.0}, label_smoothing=0.2)(student, replace(teacher, labels=torch.tensor([0, -1])))
+    torch.testing.assert_close(half, nn.CrossEntropyLoss(label_smoothing=0.2)(s[:1], torch.tensor([0])) / 2)
     soft = 9 * nn.KLDivLoss(reduction="batchmean")((s / 3).log_softmax(1), (t / 3).softmax(1))
     torch.testing.assert_close(Objective({"logits": 1.0}, temperature=3.0)(student, teacher), soft)
     cosines = [[x @ x.mT / (x.norm(dim=-1)[:, None] * x.norm(dim=-1)) for x in o.tokens[0]] for o in (student, teacher)]

@@ -182,3 +182,32 @@ def test_a_loss_that_is_not_finite_on_one_process_ends_all(source: Path, images:
             run.kill()
             run.communicate()
     assert not (tmp_path / "artifact").exists()
+
+
+def test_a_batch_that_cannot_be_shared_is_refused_before_any_work(source: Path, images: Path, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    command = [
+        *torchrun,
+        "-m",
+        "vit2linear",
+        "convert",
+        str(source),
+        "--data",
+        str(images),
+        "-b",
+        "3",
+        "-o",
+        "artifact",
+    ]
+    done = subprocess.run(
+        [*command, "--device", "cpu"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "error: distill.batch_size is 3, which 2 processes cannot share evenly." in done.stderr
+    assert "before training" not in done.stderr and not [*tmp_path.iterdir()]

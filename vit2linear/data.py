@@ -140,13 +140,11 @@ class StepBatches(Sampler[list[tuple[int, int]]]):
 def train_batches(
     images: Images, view: View, batch_size: int, steps: int, seed: int, workers: int, rank: int = 0, world: int = 1
 ) -> Iterator[Batch]:
-    """Exactly ``steps`` batches; ``batch_size`` is over all processes and must be divisible by their number.
+    """Exactly ``steps`` batches; ``batch_size`` is over all processes, a multiple of their number.
 
     Raises:
-        DataError: an undecodable image, or a batch size that does not divide.
+        DataError: an undecodable image.
     """
-    if batch_size % world:
-        raise DataError(f"a batch of {batch_size} images cannot be divided among {world} processes.")
     dataset: Dataset[tuple[Tensor, int]]
     if isinstance(images, ImageStream):
         dataset = StreamSamples(images, view, seed, batch_size, rank, world)

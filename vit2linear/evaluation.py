@@ -59,7 +59,8 @@ class Judge:
 
     def as_model_classes(self, classes: Int[Tensor, " images"]) -> Int[Tensor, " images"]:
         """The model's class of each image, from the set's; -1 where the set's classes are not the model's."""
-        return torch.full_like(classes, -1) if self.class_map is None else torch.tensor(self.class_map)[classes]
+        # An image without a class has -1 already, which here is the last entry.
+        return torch.full_like(classes, -1) if self.class_map is None else torch.tensor([*self.class_map, -1])[classes]
 
     def _batches(self, images: Images, limit: int | None) -> Iterator[Batch]:
         return eval_batches(images, eval_view(self.data_config), self.batch_size, limit, self.workers)

@@ -183,9 +183,11 @@ def logits(student: Outputs, teacher: Outputs, objective: Objective) -> Tensor:
 
 @loss("logits", "labels")
 def labels(student: Outputs, teacher: Outputs, objective: Objective) -> Tensor:
-    """Cross-entropy with the user's own labels, smoothed."""
+    """Cross-entropy with the user's own labels, smoothed; an image without one (-1) counts as 0."""
     assert student.logits is not None and teacher.labels is not None
-    return F.cross_entropy(student.logits.float(), teacher.labels, label_smoothing=objective.label_smoothing)
+    z, smoothing = student.logits.float(), objective.label_smoothing
+    entropies = F.cross_entropy(z, teacher.labels, ignore_index=-1, label_smoothing=smoothing, reduction="none")
+    return entropies.mean()
 
 
 def _mean(

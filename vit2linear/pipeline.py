@@ -24,7 +24,7 @@ from vit2linear.calibration.calibrate import CalibrationReport, calibrate
 from vit2linear.data import train_batches, train_view
 from vit2linear.devices import accelerator_for
 from vit2linear.distill.loop import StageReport, run_stage, split_steps
-from vit2linear.errors import DataError
+from vit2linear.errors import DataError, RecipeError
 from vit2linear.evaluation import Judge, open_judge
 from vit2linear.initial import drawn_weights, start_words
 from vit2linear.prepare import Prepared, prepare
@@ -59,6 +59,9 @@ def convert(
     prepared = prepare(recipe, overwrite)
     recipe, plan, steps = prepared.recipe, prepared.plan, prepared.recipe.distill.steps or 0
     accelerator = accelerator_for(recipe)
+    if recipe.distill.batch_size % accelerator.num_processes:
+        shares = f"{accelerator.num_processes} processes cannot share evenly"
+        raise RecipeError(f"distill.batch_size is {recipe.distill.batch_size}, which {shares}.")
     if reporter is None or not accelerator.is_main_process:
         reporter = Reporter()
     for note in prepared.notes:

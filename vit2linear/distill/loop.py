@@ -168,8 +168,8 @@ def run_stage(
     if ema is not None and check is not None and isinstance(task, ModelTask):
         averaged = _keep_better(task, student, ema, check, accelerator)
     student.requires_grad_(True)
-    if accelerator.scaler is not None:
-        # It unscales for every optimiser that accelerate holds, so the next stage's gradients would be unscaled twice.
+    if accelerator.device.type != "cpu" or accelerator.scaler is not None:
+        # Accelerate holds every optimiser: its memory, and fp16 unscales for each, the next stage's gradients twice.
         accelerator.free_memory()
     seconds = time.perf_counter() - start
     return StageReport(name, steps, images, seconds, sum(p.numel() for p in trained), tuple(curve), averaged)
