@@ -9,9 +9,10 @@ import torch
 from PIL import Image
 
 from tests.conftest import Run
-from vit2linear.bench import BOUND, Job, Measurement, crossover, flops, measure, without_routing
+from vit2linear.bench import BOUND, Job, Measurement, crossover, flops, keeping, measure, without_routing
 from vit2linear.errors import RecipeError
 from vit2linear.recipe import Rule
+from vit2linear.site import sites_of
 from vit2linear.sizes import parse_sizes, show_size
 
 TINY = {"embed_dim": 48, "num_heads": 3, "depth": 2}
@@ -30,6 +31,18 @@ def test_flops_grow_as_they_should() -> None:
     assert core == wanted
     linear = [found["relu"] - found[BOUND] for found in (small, large)]
     assert linear[1] / linear[0] == pytest.approx(tokens[1] / tokens[0], rel=0.01)
+
+
+def test_hybrids_are_measured_beside_each_other() -> None:
+    job = keeping(Job("vit_tiny_patch16_224", {"relu": (Rule(),)}, {**TINY, "depth": 3}), [0, 2])
+    assert [*job.variants] == ["relu", "relu, 2 kept"]
+    ops = [[s.op.name for s in sites_of(job.model(name, (64, 64))).values()] for name in job.variants]
+    assert ops == [["relu"] * 3, ["relu"]]
+    cost = {name: flops(job, name, (512, 512)) for name in ("softmax", *job.variants)}
+    third = (cost["softmax"] - cost["relu"]) / 3
+    assert cost["softmax"] - cost["relu, 2 kept"] == pytest.approx(third, rel=1e-6)
+    with pytest.raises(RecipeError, match="3 sites are to keep the softmax, and vit_tiny_patch16_224 has 3"):
+        keeping(job, [3])
 
 
 def test_the_bound_is_the_model_without_attention() -> None:

@@ -11,9 +11,9 @@ import multiprocessing
 import resource
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit2linear.context import AttentionContext
+from vit2linear.errors import RecipeError
 from vit2linear.model import takes_size
 from vit2linear.operator import Operator
-from vit2linear.plan import make_plan
-from vit2linear.recipe import Rule
+from vit2linear.plan import find_sites, make_plan
+from vit2linear.recipe import KEEP, Rule
 from vit2linear.site import sites_of
 from vit2linear.sizes import Size
 from vit2linear.surgery import apply_plan, linearize
@@ -54,6 +55,27 @@ class Job:
             return without_routing(source)
         rules = (Rule(op=SOFTMAX),) if name == SOFTMAX else self.variants[name]
         return apply_plan(source, make_plan(source, rules)).eval()
+
+
+def keeping(job: Job, counts: Sequence[int]) -> Job:
+    """Every variant once for each of ``counts``: with so many sites that keep the softmax, the first ones.
+
+    Which ones they are makes no difference to the speed of a plain ViT, whose sites are all alike.
+
+    Raises:
+        RecipeError: more sites than there are.
+    """
+    with torch.device("meta"):
+        source = timm.create_model("vit2linear", base=job.base, operators={}, **job.args)
+    paths = [site.path for site in find_sites(source)]
+    if max(counts) >= len(paths):
+        raise RecipeError(f"{max(counts)} sites are to keep the softmax, and {job.base} has {len(paths)}.")
+    variants = {
+        f"{name}, {count} kept" if count else name: (*(Rule(op=KEEP, sites=p) for p in paths[:count]), *rules)
+        for name, rules in job.variants.items()
+        for count in counts
+    }
+    return replace(job, variants=variants)
 
 
 @dataclass(frozen=True)

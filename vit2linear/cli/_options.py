@@ -65,3 +65,15 @@ def sites_to_keep(texts: Sequence[str]) -> tuple[int | None, list[str]]:
             "For example: --keep-softmax 2, or --keep-softmax blocks.0.attn,blocks.11.attn.",
         )
     return (counts[0] if counts else None), globs
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """``0,2,4`` as numbers.
+
+    Raises:
+        RecipeError: something else, or a negative number.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise RecipeError(f"{option}: {text!r} is not a list of numbers.", "For example: 0,2,4.")
+    return [int(part) for part in parts]

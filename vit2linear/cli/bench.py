@@ -35,6 +35,9 @@ def bench(
     ] = None,
     op: Annotated[str, typer.Option(help="Operators, separated by commas.")] = "relu",
     local: Annotated[str, typer.Option(help="none, dwc3 or dwc5, beside each operator.")] = "none",
+    keep_softmax: Annotated[
+        str, typer.Option(metavar="K,...", help="Models with so many sites that keep the softmax, such as 0,2,4.")
+    ] = "0",
     img_size: Annotated[
         str | None,
         typer.Option(help="Sizes in pixels, such as 224,512x768; default: 224,384,512,1024, for training 224."),
@@ -56,7 +59,7 @@ def bench(
     student's attentions alone, forward and backward, and against plain distillation of the whole model.
     """
     with exit_codes():
-        from vit2linear.bench import Job
+        from vit2linear.bench import Job, keeping
         from vit2linear.devices import accelerator_for
         from vit2linear.errors import RecipeError
         from vit2linear.finished import bench_job
@@ -74,6 +77,7 @@ def bench(
             variants = {name: override(Recipe(), convert=rule).convert for name, rule in rules.items()}
             name = base or ("vit_small_patch16_224" if training else "vit_base_patch16_224")
             job = Job(name, variants, {} if depth is None else {"depth": depth}, batch)
+            job = keeping(job, o.numbers(keep_softmax, "--keep-softmax"))
         accelerator = accelerator_for(override(Recipe(), run__device=device or "auto"))
         if training:
             _training(job, sizes, accelerator, rounds, memory, json)
