@@ -191,7 +191,7 @@ class _Walk:
             batches = []
             for (_, args, kwargs), own, their in zip(stops, mine, theirs, strict=True):
                 _, _, wanted = their.advance()
-                batches.append(_Batch(args, kwargs, wanted.float() + _lacking(writer, own, their)))
+                batches.append(_Batch(args, kwargs, wanted.float() + _lacking(writer, own, their, wanted.shape)))
             yield writer, batches
 
     def _hook(self, handle: Any) -> None:
@@ -217,11 +217,13 @@ def _keep_stream(_: nn.Module, args: tuple[Any, ...]) -> None:
         forward.notes["stream"] = args[0]
 
 
-def _lacking(writer: Writer, mine: SteppedForward, theirs: SteppedForward) -> Tensor | float:
-    """What the student's stream lacks on arrival, in units of the layer's output."""
+def _lacking(writer: Writer, mine: SteppedForward, theirs: SteppedForward, shape: torch.Size) -> Tensor | float:
+    """What the student's stream lacks on arrival, in units of the layer's output; nothing if its tokens differ."""
     if writer.source is None or "stream" not in mine.notes or "stream" not in theirs.notes:
         return 0.0
     difference: Tensor = (theirs.notes["stream"] - mine.notes["stream"]).float()
+    if difference.shape != shape:  # a map, or windows in another order
+        return 0.0
     if writer.gain is None:
         return difference
     gain = writer.gain.float()

@@ -45,7 +45,8 @@ def fit_heads(
     """
     layer: Any = getattr(site, "qkv", None)
     plain = all(isinstance(getattr(site, n, None), nn.Identity | None) for n in ("q_norm", "k_norm"))
-    width = site.num_heads * site.head_dim
+    heads = site.op.geometry.num_heads
+    width = heads * site.op.geometry.head_dim
     if not (plain and isinstance(layer, nn.Linear) and layer.bias is not None and layer.out_features == 3 * width):
         return None
     fit, held = fit[:FIT], held[:HELD]
@@ -53,14 +54,14 @@ def fit_heads(
     weight, bias = layer.weight.clone(), layer.bias.clone()
     best, error = None, propose(fit, held).error
     for fitted in (HeadFit(*c) for c in CANDIDATES):
-        apply(layer, weight, bias, q, k, site.num_heads, fitted)
+        apply(layer, weight, bias, q, k, heads, fitted)
         found = propose(fit, held).error
         if found < error:
             best, error = fitted, found
     if best is None:
         layer.weight.copy_(weight), layer.bias.copy_(bias)
     else:
-        apply(layer, weight, bias, q, k, site.num_heads, best)
+        apply(layer, weight, bias, q, k, heads, best)
     return best
 
 
