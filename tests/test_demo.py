@@ -20,6 +20,7 @@ BELOW, ABOVE = 1.5, 20.0
 
 def run(output: Path, steps: int | None = None) -> Artifact:
     options = {"source__model": "demo", "output__dir": str(output), "distill__steps": steps, "run__device": "cpu"}
+    options |= {"data__eval_samples": None if steps is None else 500}
     return convert(override(Recipe(), **options))
 
 

@@ -140,8 +140,7 @@ def _moments(recipe: Recipe, steps: dict[str, int]) -> list[str]:
     calibration = recipe.distill.calibration
     moments = ["before training"]
     for stage, count in steps.items():
-        # Without any training there is one moment for the closed form, whatever stage it was meant for.
-        if calibration.images and stage in calibration.before and (count or not any(steps.values())):
+        if calibration.images and stage in calibration.before:
             again = f" before stage {stage}" if "after calibration" in moments else ""
             moments.append(f"after calibration{again}")
         moments += [f"after stage {stage}"] if count else []

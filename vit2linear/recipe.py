@@ -125,8 +125,8 @@ class Calibration:
     ridges: tuple[float, ...] = (1e-3, 1e-1, 1.0)
     """Pulls towards the copied weights that are tried at every layer, in units of the inputs' mean variance."""
     before: tuple[Literal["attention", "feature"], ...] = ("attention",)
-    """The stages before which it runs: before stage ``attention`` is the copied model, before ``feature`` that stage's
-    result."""
+    """The stages before which it runs, even one of no steps: before ``attention`` it fits the copied model, before
+    ``feature`` what stage ``attention`` has left."""
 
 
 @dataclass(frozen=True)
