@@ -48,6 +48,12 @@ def test_all_three_stages_and_the_calibrations_between(tmp_path: Path) -> None:
     assert list(report["calibration"]) == ["after calibration", "after calibration before stage feature"]
 
 
+def test_calibration_may_come_last(tmp_path: Path) -> None:
+    changes = {"distill__feature__share": 0.0, "distill__calibration": {"images": 8, "before": ["feature"]}}
+    report = run(tmp_path / "a", distill__steps=2, **changes)
+    assert [h["moment"] for h in report["history"]] == ["before training", "after stage attention", "after calibration"]
+
+
 def test_stage_task_alone_reads_labels_and_no_teacher(tmp_path: Path) -> None:
     only = {"distill__attention__share": 0.0, "distill__feature__share": 0.0, "distill__task__share": 1.0}
     changes = {**only, "distill__task__losses": {"labels": 1.0}, "distill__steps": 2}
