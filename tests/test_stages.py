@@ -30,6 +30,7 @@ def run(folder: Path, **changes: Any) -> dict[str, Any]:
 def test_all_three_stages_and_the_calibrations_between(tmp_path: Path) -> None:
     report = run(
         tmp_path / "a",
+        convert=[{"local": "dwc3", "center_keys": True}],
         distill__steps=6,
         distill__task__share=1.0,
         distill__ema=0.5,
@@ -45,6 +46,10 @@ def test_all_three_stages_and_the_calibrations_between(tmp_path: Path) -> None:
     ]
     assert {s["stage"]: s["steps"] for s in report["stages"]} == {"attention": 1, "feature": 2, "task": 3}
     assert [s["averaged"] is not None for s in report["stages"]] == [False, True, True]
+    card = (tmp_path / "a" / "README.md").read_text()
+    assert "calibrated in closed form on 7 images, distilled label-free from it: 1 steps of stage `attention`" in card
+    assert "trained with labels beside it: 3 steps of stage `task` (24 images)." in card
+    assert "`relu` with a depthwise 3x3 convolution of the values and centred keys: " in card
     assert list(report["calibration"]) == ["after calibration", "after calibration before stage feature"]
 
 

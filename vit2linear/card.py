@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,9 @@ def render(
     stages: list[StageReport],
     report: EvalReport,
     start: str,
+    calibrated: Sequence[int],
 ) -> str:
-    """The card's text, front matter included; ``start`` says what was copied."""
+    """The card's text, front matter included; ``start`` says what was copied, ``calibrated`` on how many images."""
     operators = sorted({s.op for s in plan.replaced})
     headless = report.agreement is None
     data = ModelCardData(
@@ -69,14 +71,15 @@ def render(
     source = f"[{ref.repo.repo}](https://huggingface.co/{ref.repo.repo})" if ref.repo else f"`{Path(ref.name).name}`"
     commit = f" at commit `{ref.repo.commit}`" if ref.repo is not None else ""
     kept = [f"`{s.site.path}`" for s in plan.sites if s.op == KEEP]
-    papers = "; ".join(f"`{op}`: {OPERATORS.get(op).summary} ({OPERATORS.get(op).reference})" for op in operators)
-    trained = [f"{s.steps} steps of stage `{s.stage}` ({s.images:,} images)" for s in stages if s.steps]
-    distilled = "distilled label-free from it: " + ", then ".join(trained) if trained else "not trained"
+    used = sorted({(s.op, s.modifiers.words) for s in plan.replaced})
+    papers = "; ".join(
+        f"`{op}`{more}: {OPERATORS.get(op).summary} ({OPERATORS.get(op).reference})" for op, more in used
+    )
     text = f"""
 # {name}
 
 {source}{commit} with the softmax of {len(plan.replaced)} of {len(plan.sites)} attention modules replaced by an \
-operator of linear cost{f" ({len(kept)} kept)" if kept else ""}, {start}, and {distilled}.
+operator of linear cost{f" ({len(kept)} kept)" if kept else ""}, {start}, and {_training(stages, calibrated)}.
 
 Operators: {papers}.{f" Softmax stays in {', '.join(kept)}." if kept else ""}
 
@@ -106,6 +109,19 @@ record: source, plan, audit of every weight, losses, versions.
 The method is "Copy the Same, Distill the Difference", arXiv 2609.35745.
 """
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n{text}"))
+
+
+def _training(stages: list[StageReport], calibrated: Sequence[int]) -> str:
+    """What was done to the weights."""
+    parts = [f"calibrated in closed form on {max(calibrated):,} images"] if calibrated else []
+    for labelled, how in ((False, "distilled label-free from it"), (True, "trained with labels beside it")):
+        steps = [
+            f"{s.steps:,} steps of stage `{s.stage}` ({s.images:,} images)"
+            for s in stages
+            if ("labels" in s.objective) == labelled
+        ]
+        parts += [f"{how}: {', then '.join(steps)}"] if steps else []
+    return ", ".join(parts if stages else [*parts, "not trained"])
 
 
 def _losses(plan: Plan) -> str:

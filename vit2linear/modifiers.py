@@ -21,6 +21,14 @@ class Modifiers:
     center_keys: bool = False
     """Subtract the mean key over tokens, which softmax does not see (T5, arXiv 2605.02772)."""
 
+    @property
+    def words(self) -> str:
+        """What they add, to follow the operator's name; empty where there are none."""
+        size = self.local.removeprefix("dwc")
+        parts = [f"a depthwise {size}x{size} convolution of the values"] if self.local != "none" else []
+        parts += ["centred keys"] if self.center_keys else []
+        return f" with {' and '.join(parts)}" if parts else ""
+
 
 class LocalBranch(nn.Module):
     """The modifier ``local``: a depthwise convolution of v over the patch grid, added to the patch rows of the heads.

@@ -131,7 +131,8 @@ def convert(
     }
     # Where this run wrote its output is nobody else's business, and the recipe is to run again elsewhere.
     portable = dataclasses.replace(recipe, output=dataclasses.replace(recipe.output, dir=None))
-    text = card.render(prepared.output.name, prepared.ref, licence, plan, stages, report, start)
+    fitted = [c.images for c in calibrated.values()]
+    text = card.render(prepared.output.name, prepared.ref, licence, plan, stages, report, start, fitted)
     return artifact.write(prepared.output, student, prepared.data_config, to_toml(portable), record, text)
 
 

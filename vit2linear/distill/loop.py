@@ -48,6 +48,8 @@ class StageReport:
     """What a stage did."""
 
     stage: str
+    objective: dict[str, float]
+    """Loss name to weight."""
     steps: int
     images: int
     seconds: float
@@ -172,7 +174,9 @@ def run_stage(
         # Accelerate holds every optimiser: its memory, and fp16 unscales for each, the next stage's gradients twice.
         accelerator.free_memory()
     seconds = time.perf_counter() - start
-    return StageReport(name, steps, images, seconds, sum(p.numel() for p in trained), tuple(curve), averaged)
+    return StageReport(
+        name, stage.losses, steps, images, seconds, sum(p.numel() for p in trained), tuple(curve), averaged
+    )
 
 
 def _keep_better(
