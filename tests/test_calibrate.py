@@ -74,16 +74,29 @@ def test_nothing_is_changed_where_nothing_is_wrong() -> None:
     assert all(torch.equal(v, before[k]) for k, v in student.state_dict().items())
 
 
-def test_fits_that_make_the_model_worse_are_refused() -> None:
-    """Images to fit that are all black say nothing about those held out."""
-    teacher, student, pixels = pair("relu")
+class FirstChannel(nn.Module):
+    """Of the final features only one channel is left."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (torch.arange(x.shape[-1]) == 0)
+
+
+def test_fits_that_do_not_help_the_model_are_refused() -> None:
+    """The student errs in channels that nobody reads: its last layer can be fitted, and the features gain nothing."""
+    teacher, student, pixels = pair("softmax")
+    teacher.norm, student.norm = FirstChannel(), FirstChannel()
+    student.blocks[-1].mlp.fc2.weight.data[1:] *= 0.5
     before = {k: v.clone() for k, v in student.state_dict().items()}
-    pixels[:-8] = 0
-    pixels[-8:] *= 3
-    report = calibrate(teacher, student, pixels, Calibration(ridges=(1e-9,)), Reporter())
-    assert report.error_after <= report.error_before
-    if not report.layers:
-        assert all(torch.equal(v, before[k]) for k, v in student.state_dict().items())
+    said: list[str] = []
+    reporter = Reporter()
+    reporter.say = said.append  # type: ignore[method-assign]
+    report = calibrate(teacher, student, pixels, Calibration(), reporter)
+    assert (
+        f"calibrated blocks.{len(student.blocks) - 1}.mlp.fc2" in said[-2] and "0% of" not in said[-2].split(":")[1][:3]
+    )
+    assert said[-1].startswith("calibration refused: ")
+    assert report.error_after == report.error_before and not report.layers
+    assert all(torch.equal(v, before[k]) for k, v in student.state_dict().items())
 
 
 @pytest.mark.parametrize("bias", [True, False])
