@@ -44,7 +44,7 @@ def test_recipes_run(path: Path, converted: Any, tmp_path: Path) -> None:
     assert sum(stages.values()) == (0 if path.stem == "training-free" else 6)
     assert ("task" in stages) == ("task" in asked["distill"] if "distill" in asked else False)
     assert {s["op"] for s in report["plan"]} - {"keep"} == {rule["op"] for rule in asked["convert"]} - {"keep"}
-    assert effective["keep_softmax"] == 0 and len(report["history"]) == 1 + (len(stages) or bool(report["calibration"]))
+    assert effective["keep_softmax"] == 0 and len(report["history"]) == 1 + len(stages) + len(report["calibration"])
     kept = [s for s in report["plan"] if s["op"] == "keep"]
     assert len(kept) == asked.get("keep_softmax", 0)
 
