@@ -25,15 +25,20 @@ from tests.gradient_probe import STEPS
 pytestmark = pytest.mark.slow
 
 STAGES = ("attention", "feature", "task")
-CLIP = 3.7
-"""Between the gradient norms at steps 1 and 5 of the stages attention and feature."""
+CLIP = 3.35
+"""Between the gradient norms at steps 1 and 5, of every stage; rates and losses are chosen for that."""
+SETTINGS = {
+    "attention": "lr = 5e-5\nlosses = { site_output = 0.8 }",
+    "feature": "lr = 5e-5",
+    "task": "lr = 1e-4\nlosses = { labels = 0.51, site_mse = 25.5 }",
+}
 RECIPE = f"""
 [distill]
 steps = {max(STEPS) * len(STAGES)}
 batch_size = 4
 clip = {CLIP}
 calibration.images = 0
-""" + "".join(f"\n[distill.{stage}]\nshare = 1.0\nlr = 1e-4\n" for stage in STAGES)
+""" + "".join(f"\n[distill.{stage}]\nshare = 1.0\n{SETTINGS[stage]}\n" for stage in STAGES)
 TOLERANCE = {1: 1e-5, 5: 1e-4}
 """Of a tensor's largest gradient, by step. Sums over 4 images or twice 2 round differently: 3e-6 at step 1 as measured.
 Adam divides by the gradients' own size, so rounding moves weights and grows with the steps: 4e-6 at step 5."""
@@ -137,7 +142,7 @@ def test_gradients(runs: tuple[Trained, Trained], stage: str, step: int) -> None
         torch.testing.assert_close(main[key], alone[key], rtol=10 * TOLERANCE[step], atol=TOLERANCE[step] * largest)
 
 
-@pytest.mark.parametrize("stage", ["attention", "feature"])  # stage task takes the same step as stage feature
+@pytest.mark.parametrize("stage", STAGES)
 def test_clipping_is_of_averaged_gradients(runs: tuple[Trained, Trained], stage: str) -> None:
     seen = [runs[1].seen(stage, step, 0)[0] for step in STEPS]
     norms = [torch.cat([g.flatten() for k, g in s.items() if k.startswith("gradient")]).norm().item() for s in seen]
@@ -153,9 +158,8 @@ def test_losses(runs: tuple[Trained, Trained], stage: str) -> None:
 def test_one_artifact_by_the_main_process(runs: tuple[Trained, Trained]) -> None:
     one, two = (load_file(run.folder / "artifact" / "model.safetensors") for run in runs)
     assert one.keys() == two.keys()
-    # Every learning rate is 1e-4 or more, so each of 5 steps may move a weight by that much.
-    # Rounding, which Adam carries on, leaves 1.4e-5 as measured.
-    assert max((one[k] - two[k]).abs().max() for k in one) < 5e-5
+    # Every learning rate is 5e-5 or more, so each of 5 steps may move a weight by that much.
+    assert max((one[k] - two[k]).abs().max() for k in one) < 1e-5
     assert runs[1].stderr.count("before training") == 1, "one process speaks"
     assert {p.name for p in runs[1].folder.iterdir() if p.suffix != ".safetensors"} == {"artifact", "recipe.toml"}
 
