@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from timm.data import ImageNetInfo
 
 from tests.conftest import write_images
-from vit2linear.classes import match_classes
 from vit2linear.data import eval_batches, eval_view, train_batches, train_view
 from vit2linear.errors import DataError
 from vit2linear.images import ImageList, ImageSets, ImageStream, content_digest, open_images
@@ -144,11 +142,14 @@ def test_tables(tmp_path: Path) -> None:
 
 
 def stream_sets(tmp_path: Path) -> ImageSets:
-    from vit2linear.images import _columns, _hold_out, _Stream
+    from vit2linear.images.held_out import hold_out
+    from vit2linear.images.streams import RowStream
+    from vit2linear.images.tables import rows_of
 
     table = datasets.load_dataset(str(save_parquet(tmp_path, {"train": 40})), split="train", streaming=True)
-    rows, classes = _columns("stream", table)
-    return _hold_out("stream", ImageStream("stream", _Stream(rows, None, 7), classes), f"{2**62:016x}")
+    rows = rows_of("stream", table, ignore_labels=False)
+    images = ImageStream("stream", RowStream(rows, None, 7), rows.classes)
+    return hold_out("stream", images, f"{2**62:016x}")
 
 
 def test_streams_are_split_shuffled_and_shared_alike(tmp_path: Path) -> None:
@@ -197,26 +198,3 @@ def test_modes_become_the_models_channels(tmp_path: Path) -> None:
         images = open_images(str(tmp_path)).train
         for x, _ in eval_batches(images, eval_view(config), 8, None, 0):
             assert x.shape[1:] == (channels, 32, 32)
-
-
-def test_classes_are_matched_or_there_is_no_accuracy() -> None:
-    labels = ["T-shirt", "Trouser", "crane, bird", "crane, machine", "tench, Tinca tinca"]
-    assert match_classes(["trouser", "t_shirt", "tench"], labels, 5, "x") == [1, 0, 4]
-    assert match_classes(None, labels, 5, "x") is None
-    assert match_classes(["a", "b"], None, 0, "x") is None
-    assert match_classes(["2", "0", "1"], None, 3, "x") == [2, 0, 1]
-    assert match_classes(["u", "v", "w", "x", "y"], labels, 5, "x") is None
-    with pytest.raises(DataError, match="2 classes and the model has 5"):
-        match_classes(["crane", "trouser"], labels, 5, "x")
-
-
-def test_synsets_are_matched_by_timms_tables() -> None:
-    info = ImageNetInfo("imagenet-1k")
-    synsets = info.label_names()
-    words = info.label_descriptions()
-    assert match_classes([synsets[7], synsets[500]], None, 1000, "x") == [7, 500]
-    assert match_classes([synsets[7], synsets[500]], words, 1000, "x") == [7, 500]
-    assert match_classes([synsets[7], synsets[500]], synsets, 1000, "x") == [7, 500]
-    with pytest.raises(DataError, match="names do not match"):
-        match_classes([synsets[7], synsets[500]], words[::-1], 1000, "x")
-    assert len(match_classes(synsets[:10], None, 21843, "x") or []) == 10

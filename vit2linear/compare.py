@@ -167,11 +167,12 @@ def _site_errors(teacher: nn.Module, student: nn.Module, pixels: Tensor) -> dict
 def _accuracy(
     top: Int[Tensor, "images k"], truth: Int[Tensor, " images"], class_map: list[int]
 ) -> tuple[float | None, float | None]:
-    known = truth >= 0
+    # -1 is an image without a class, or with one that the model has not.
+    wanted = torch.tensor([*class_map, -1])[truth]
+    known = wanted >= 0
     if not known.any():
         return None, None
-    wanted = torch.tensor(class_map)[truth[known]][:, None]
-    hits = top[known] == wanted
+    hits = top[known] == wanted[known][:, None]
     return _percent(hits[:, 0]), _percent(hits.any(-1))
 
 
@@ -190,13 +191,15 @@ def _bank_scores(
             _forward(model, pixels.to(device), kept[name])
         labels.append(classes)
     bank_labels = torch.cat(labels)
-    known = truth >= 0
+    labelled, known = bank_labels >= 0, truth >= 0
+    if not labelled.any() or not known.any():
+        return {}
     scores = {}
     for name, k in kept.items():
         features, queries = F.normalize(torch.cat(k.pooled).float(), dim=-1), pooled[name][known]
         predicted = {
-            "knn": nearest_neighbours(features, bank_labels, queries),
-            "probe": ridge_probe(features, bank_labels, queries),
+            "knn": nearest_neighbours(features[labelled], bank_labels[labelled], queries),
+            "probe": ridge_probe(features[labelled], bank_labels[labelled], queries),
         }
         scores[name] = {kind: _percent(classes == truth[known]) for kind, classes in predicted.items()}
     return scores

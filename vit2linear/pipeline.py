@@ -25,7 +25,8 @@ from vit2linear.data import train_batches, train_view
 from vit2linear.devices import accelerator_for
 from vit2linear.distill.loop import StageReport, run_stage, split_steps
 from vit2linear.errors import DataError, RecipeError
-from vit2linear.evaluation import Judge, open_judge
+from vit2linear.evaluation import ImageRequest, Judge, open_judge
+from vit2linear.images import ImageOptions
 from vit2linear.initial import drawn_weights, start_words
 from vit2linear.prepare import Prepared, prepare
 from vit2linear.probe import plan_to_json
@@ -66,12 +67,13 @@ def convert(
         reporter = Reporter()
     for note in prepared.notes:
         reporter.say(note)
-    judge = _judge(prepared, accelerator.device, ignore_labels)
+    judge = _judge(prepared, accelerator.device, ignore_labels, reporter)
     learns = [name for name, stage in recipe.distill.stages.items() if stage.share and "labels" in stage.losses]
     if steps and learns and judge.class_map is None:
         raise DataError(
-            f"{recipe.data.path} has no classes of the model, which the loss 'labels' of stage {learns[0]!r} learns.",
-            "Give labelled images of the model's classes, or leave the loss out.",
+            f"{judge.sets.validation.name} has no classes of the model, which the loss 'labels' of stage {learns[0]!r} "
+            "learns.",
+            "Give labelled images of the model's classes, name them with --class-map, or leave the loss out.",
         )
     set_seed(recipe.run.seed)
     loaded = model.load(prepared.ref, prepared.spec)
@@ -119,7 +121,7 @@ def convert(
             "dtype": loaded.spec.dtype,
             **licence,
         },
-        "data": {"path": recipe.data.path, "held_out": judge.sets.held_out, "ignore_labels": ignore_labels},
+        "data": judge.record,
         "plan": plan_to_json(plan, prepared.probe),
         "start": {"init": recipe.source.init, "head": recipe.source.head, "words": start},
         "keep_softmax": dataclasses.asdict(kept) if kept is not None else None,
@@ -175,17 +177,18 @@ def _stage(
     return run_stage(name, teacher, student, labelled, steps, options, accelerator, reporter, check)
 
 
-def _judge(prepared: Prepared, device: torch.device, ignore_labels: bool) -> Judge:
+def _judge(prepared: Prepared, device: torch.device, ignore_labels: bool, reporter: Reporter) -> Judge:
     recipe, cfg = prepared.recipe, prepared.spec.pretrained_cfg
+    data = recipe.data
+    options = ImageOptions(data.split, data.val_split, ignore_labels, data.streaming, recipe.run.seed)
     return open_judge(
-        str(recipe.data.path),
+        ImageRequest(data.path or (), options, prepared.class_map),
         prepared.data_config,
         prepared.num_classes,
         cfg.get("label_names"),
-        ignore_labels=ignore_labels,
         batch_size=recipe.distill.batch_size,
         workers=recipe.data.workers,
         limit=recipe.data.eval_samples,
         device=device,
-        seed=recipe.run.seed,
+        reporter=reporter,
     )

@@ -171,8 +171,18 @@ class DistillOptions:
 class DataOptions:
     """``[data]``: the images."""
 
-    path: str | None = None
-    """Folder or ``datasets`` id; default: the demo's images for ``demo``, otherwise ``timm/mini-imagenet``."""
+    path: str | tuple[str, ...] | None = None
+    """Folder, archive, tables, pattern of them, or ``datasets`` id, or an array of several, which are mixed; default:
+    the demo's images for ``demo``, otherwise ``timm/mini-imagenet``."""
+    split: str | None = None
+    """Split to learn from; default: ``train``, or all images."""
+    val_split: str | None = None
+    """Split to judge by; default: ``validation``, ``val`` or ``test``, or 5% of the images, held out."""
+    class_map: str | None = None
+    """JSON or TOML file with the model's index or label for each class of the images, or a text with a class a line in
+    the model's order."""
+    streaming: bool = True
+    """Read a set on the Hub while it is fetched; ``false`` fetches it whole first."""
     workers: int = 2
     """Loader processes."""
     eval_samples: int | None = None
@@ -250,6 +260,13 @@ class Recipe:
                 problems.append(f"{key}: {value} is out of range, must be {wanted}")
         if sum(stage.share for stage in d.stages.values()) <= 0:
             problems.append("distill: the shares of the stages are all 0")
+        paths = self.data.path if isinstance(self.data.path, tuple) else ()
+        if self.data.path in ("", ()) or "" in paths or len({*paths}) < len(paths):
+            problems.append(f"data.path: {self.data.path!r} names nothing, or a set twice")
+        if self.data.split is not None and self.data.split == self.data.val_split:
+            problems.append(
+                f"data.val_split: {self.data.split!r} is data.split as well; they are never the same images"
+            )
         if not self.convert:
             problems.append("convert: at least one rule is needed")
         for i, rule in enumerate(self.convert):

@@ -21,6 +21,10 @@ def evaluate(
         ),
     ] = None,
     data: o.Data = None,
+    split: o.Split = None,
+    val_split: o.ValSplit = None,
+    class_map: o.ClassMap = None,
+    stream: o.Stream = None,
     teacher: Annotated[str | None, typer.Option(help="Where the source is, if its folder has moved.")] = None,
     img_size: o.ImgSize = None,
     batch_size: o.BatchSize = None,
@@ -51,7 +55,11 @@ def evaluate(
         err.print(f"Evaluating {artifact.name}", markup=False)
         report = finished.evaluate(
             artifact,
-            data=data,
+            data=o.one_or_many(data),
+            split=split,
+            val_split=val_split,
+            class_map=class_map,
+            streaming=stream,
             teacher=teacher,
             ignore_labels=ignore_labels,
             batch_size=request.distill.batch_size,
