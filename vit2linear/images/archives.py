@@ -197,6 +197,10 @@ def _tar_members(tar: tarfile.TarFile, prefix: str, start: int, depth: int) -> I
                 yield from _tar_members(inner, folder, start + member.offset_data, depth + 1)
         else:
             yield prefix + member.name, start + member.offset_data, member.size
+    assert tar.fileobj is not None
+    tar.fileobj.seek(tar.offset)
+    if tar.fileobj.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile itself ends in silence at a damaged header
+        raise tarfile.ReadError(f"damaged after {end:,} bytes")
 
 
 def _clean(name: str) -> str:

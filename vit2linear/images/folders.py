@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,11 +47,12 @@ def walk(root: Path) -> Walk:
             unreadable.append(inside)
             continue
         for entry in entries:
-            if entry.is_dir():
-                place = (Path(entry.path), f"{inside}{entry.name}/")
-                todo.append(place) if entry.is_symlink() else todo.appendleft(place)
-            elif entry.is_file():
-                files.append(inside + entry.name)
+            with suppress(OSError):  # a link to itself
+                if entry.is_dir():
+                    place = (Path(entry.path), f"{inside}{entry.name}/")
+                    todo.append(place) if entry.is_symlink() else todo.appendleft(place)
+                elif entry.is_file():
+                    files.append(inside + entry.name)
     notes = [f"{root}: {_count(repeated)} not followed, to what is read already."] if repeated else []
     notes += [f"{root}: {_count(unreadable)} not readable."] if unreadable else []
     return Walk(tuple(files), tuple(notes))

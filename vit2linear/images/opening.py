@@ -120,7 +120,7 @@ def _splits(path: str, options: ImageOptions) -> Splits:
         return _in_files(path, [place], options)
     if is_pattern(path):
         return _in_files(path, expand(path), options)
-    if place.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
         raise DataError(f"--data: there is no folder {path!r}, nor a file.", f"Give {_KINDS}.")
     return open_hub_set(path, options.streaming, options.ignore_labels)
 

@@ -35,10 +35,9 @@ class Rows:
         index = -1 if label is None else int(label)
         if self.classes is not None:
             check_range(index, index, len(self.classes), self.name)
-        cell = row[self.image]
-        if cell is None or (cell["bytes"] is None and cell["path"] is None):
-            raise OSError(f"a row of {self.name} has no image")
-        return cell["bytes"] if cell["bytes"] is not None else _fetched(cell["path"]), index
+        cell = row[self.image] or {"bytes": None, "path": None}
+        # A row without an image gives no bytes, which is one more image that cannot be decoded.
+        return (cell["bytes"] or b"") if cell["path"] is None or cell["bytes"] else _fetched(cell["path"]), index
 
 
 @dataclass(frozen=True)
@@ -122,8 +121,9 @@ def rows_of(name: str, table: Any, ignore_labels: bool) -> Rows:
     label = None if ignore_labels else label_column(features)
     named = label is not None and isinstance(features[label], datasets.ClassLabel)
     classes = tuple(features[label].names) if label is not None and named else None
-    undecoded = table.cast_column(image, datasets.Image(decode=False))
-    return Rows(name, undecoded, image, label if named else None, classes)
+    if isinstance(table, datasets.IterableDataset):
+        table = table.decode(False)  # files of a repository are decoded by threads, whatever the column says
+    return Rows(name, table.cast_column(image, datasets.Image(decode=False)), image, label if named else None, classes)
 
 
 def label_column(features: Mapping[str, Any]) -> str | None:
