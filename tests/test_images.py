@@ -415,7 +415,9 @@ def test_what_is_no_image_set(name: str, data: bytes, text: str, tmp_path: Path)
         open_images(str(tmp_path / name.split("/")[0]))
 
 
-@pytest.mark.parametrize("path", ["absent/", "x" * 5000, "a\0b", "", ".", "~/x", "absent.tar", "*", "{a,b}"])
+@pytest.mark.parametrize(
+    "path", ["absent/", "x" * 5000, "a\0b", "", ".", "~/x", "absent.tar", "*", "a**", "*\0", "{a,b}"]
+)
 def test_paths_that_lead_nowhere(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError):
@@ -439,3 +441,34 @@ def test_damaged_members_are_errors_of_reading(tmp_path: Path) -> None:
             store.read(place)
     # One image that cannot be read does not stop the choice of those that are held out.
     assert (listed(sets.train).size, listed(sets.validation).size) == (3, 1) and sets.held_out != "f" * 16
+
+
+@pytest.mark.parametrize("kind", ["tar", "zip"])
+def test_damaged_archives_are_data_errors(kind: str, tmp_path: Path) -> None:
+    labelled = {name.replace(".png", ".cls"): b"1" for name in class_files()}
+    full = MAKE[kind](tmp_path, class_files() | labelled).read_bytes()
+    rng = np.random.default_rng(0)
+    outcomes = set()
+    for i in range(150):
+        data = bytearray(full)
+        # Headers: the first bytes of each block of a tar file, the list at the end of a zip file.
+        place = int(rng.integers(len(full) // 512)) * 512 + int(rng.integers(160)) if kind == "tar" else -i - 1
+        data[place] = int(rng.integers(256))
+        path = tmp_path / f"{i}.{kind}"
+        path.write_bytes(data if i % 3 else data[: len(data) * i // 150])
+        try:
+            sets = open_images(str(path))
+            for images in map(listed, (sets.train, sets.validation)):
+                for j in range(images.size):
+                    images.read(j)
+            outcomes.add("read")
+        except (DataError, OSError) as error:
+            outcomes.add(type(error).__name__)
+    assert {"read", "DataError"} <= outcomes
+
+
+def test_images_beside_tables_are_not_read_in_silence(tmp_path: Path) -> None:
+    data = parquet(tmp_path / "train.parquet", 3)
+    (tmp_path / "preview.png").write_bytes(image())
+    sets = open_images(str(tmp_path))
+    assert everything(sets).keys() == {*data} and "the images beside the tables are not read" in sets.notes[0]

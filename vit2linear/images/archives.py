@@ -12,7 +12,6 @@ import os
 import re
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -69,7 +68,7 @@ class ArchiveStore:
             with _opened_zip(self.files[key.archive], os.getpid()).open(key.name) as file:
                 # What the archive says of the size may be untrue.
                 data = file.read(LARGEST + 1)
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, KeyError) as error:
+        except Exception as error:  # what zipfile raises for damaged files has no common base
             raise OSError(f"{self.where(key)} cannot be unpacked: {error}") from error
         if len(data) > LARGEST:
             raise OSError(f"{self.where(key)} has more than {LARGEST:,} bytes")
@@ -173,7 +172,9 @@ def _members(archive: int, path: Path) -> Iterator[tuple[str, Place]]:
             with tarfile.open(path, "r:") as tar:
                 for name, offset, size in _tar_members(tar, "", 0, 0):
                     yield _clean(name), Place(archive, name, offset, size)
-    except (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError) as error:
+    except DataError:
+        raise
+    except Exception as error:  # what zipfile raises for damaged files has no common base
         raise DataError(
             f"--data: {str(path)!r} cannot be read as an archive: {error}.",
             "It may be cut off, or compressed: unpack .tar.gz to .tar first." if path.suffix != ".zip" else None,

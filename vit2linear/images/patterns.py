@@ -34,8 +34,11 @@ def expand(path: str) -> list[Path]:
         end = match.end()
     found: dict[Path, None] = {}
     for name in map("".join, itertools.product(*pieces, [path[end:]])):
-        files = [Path(name)] if not glob.has_magic(name) else _matching(Path(name))
-        files = [file for file in files if file.is_file()]
+        try:
+            named = _matching(Path(name)) if glob.has_magic(name) else [Path(name)]
+            files = [file for file in named if file.is_file()]
+        except (OSError, ValueError):  # no path at all, or ``a**``
+            files = []
         if not files:
             raise DataError(f"--data: there is no file {name!r}" + (f" of {path!r}." if name != path else "."))
         found |= dict.fromkeys(files)
