@@ -23,7 +23,7 @@ LAYERS = [
     {"resolve"},
     {"plan"},
     {"surgery", "model", "probe", "mimetic"},
-    {"initial", "images", "classes", "data", "audit", "devices"},
+    {"initial", "images", "classes", "views", "bad_images", "samples", "data", "audit", "devices"},
     {"distill"},
     {"calibration", "headless"},
     {"catalogue", "compare", "evaluation", "bench", "training_cost", "hybrid"},

@@ -13,6 +13,7 @@
     │  ├─ WeightsError                        missing, unexpected or misshapen weights
     │  └─ SurgeryError                        no sites, a rule without a site, a failed audit
     ├─ DataError                          5   the images
+    │  └─ BadImageError                       one image that cannot be used
     ├─ DistillError                       6   training went wrong
     ├─ ArtifactError                      7   the output folder or a written artifact
     └─ PublishError                       8   push
@@ -91,6 +92,15 @@ class DataError(Vit2LinearError):
     """Images that are absent, unreadable, or do not fit the model."""
 
     exit_code = 5
+
+
+class BadImageError(DataError):
+    """One image that cannot be used; whoever reads a set leaves it out and counts it."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name} cannot be used: {reason}.", "Repair or remove it.")
+        self.name = name
+        self.reason = reason
 
 
 class DistillError(Vit2LinearError):

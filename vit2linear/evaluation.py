@@ -10,11 +10,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from vit2linear.bad_images import BadImages
 from vit2linear.classes import match_classes
 from vit2linear.compare import EvalReport, compare
-from vit2linear.data import Batch, eval_batches, eval_view
-from vit2linear.images import DEFAULT_SET, Images, ImageSets, open_images
+from vit2linear.data import Batch, eval_batches, loader_errors
+from vit2linear.images import DEFAULT_SET, ImageList, Images, ImageSets, open_images
 from vit2linear.resolve import DEMO
+from vit2linear.views import eval_view
 
 BANK_IMAGES = 5000
 """At most so many training images are a headless model's neighbours; three for each image evaluated, if limited."""
@@ -36,7 +38,10 @@ class Judge:
     workers: int
     limit: int | None
     device: torch.device
+    bad: BadImages
+    """What could not be used, in training as well."""
 
+    @loader_errors()
     def __call__(self, teacher: nn.Module, student: nn.Module, limit: int | None = None) -> EvalReport:
         """Compare on the validation images, at most ``limit`` of them."""
         images = self.sets.validation
@@ -52,6 +57,7 @@ class Judge:
             bank=self._bank(limit) if headless and images.classes is not None else None,
         )
 
+    @loader_errors()
     def sample(self, count: int) -> Batch:
         """At most ``count`` training images as they are evaluated, always the same ones, and the model's classes."""
         pixels, classes = zip(*self._batches(self.sets.train, count), strict=True)
@@ -63,7 +69,8 @@ class Judge:
         return torch.full_like(classes, -1) if self.class_map is None else torch.tensor([*self.class_map, -1])[classes]
 
     def _batches(self, images: Images, limit: int | None) -> Iterator[Batch]:
-        return eval_batches(images, eval_view(self.data_config), self.batch_size, limit, self.workers)
+        view = eval_view(self.data_config)
+        return eval_batches(images, view, self.batch_size, limit, self.workers, self.bad)
 
     def _bank(self, limit: int | None) -> Iterator[Batch]:
         """Training images as neighbours."""
@@ -83,15 +90,18 @@ def open_judge(
     limit: int | None = None,
     device: torch.device | None = None,
     seed: int = 0,
+    max_bad: float = 0.01,
 ) -> Judge:
     """Open an image set, decode one image as a probe, and match its classes with the model's.
 
     Raises:
-        DataError: no images, an undecodable one, or classes that do not match.
+        DataError: no images, more than ``max_bad`` of them bad, or classes that do not match.
     """
     sets = open_images(path, seed, held_out)
     classes = None if ignore_labels else sets.validation.classes
     class_map = match_classes(classes, labels, num_classes, sets.validation.name)
+    parts = [s.size for s in (sets.train, sets.validation) if isinstance(s, ImageList)]
+    bad = BadImages(max_bad, sum(parts) if len(parts) == 2 else None)
     # The validation images only: a training stream would fill its shuffle buffer for one image.
-    next(eval_batches(sets.validation, eval_view(data_config), 1, 1, 0))
-    return Judge(sets, data_config, class_map, batch_size, workers, limit, device or torch.device("cpu"))
+    next(eval_batches(sets.validation, eval_view(data_config), 1, None, 0, bad))
+    return Judge(sets, data_config, class_map, batch_size, workers, limit, device or torch.device("cpu"), bad)

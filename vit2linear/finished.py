@@ -37,6 +37,7 @@ def evaluate(
     batch_size: int = 64,
     workers: int = 2,
     limit: int | None = None,
+    max_bad: float = 0.01,
     device: str = "auto",
     size: Size | None = None,
     reporter: Reporter | None = None,
@@ -48,14 +49,15 @@ def evaluate(
         data: images; default: those of the conversion, with the same ones held out.
         teacher: the source's place, where a local folder has moved.
         ignore_labels: do not match the images' classes with the model's.
-        batch_size, workers, limit, device: as in a recipe.
+        batch_size, workers, limit, max_bad, device: as in a recipe.
         size: height and width in pixels; default: those of the conversion.
-        reporter: told what is resized for ``size``; default: the ``vit2linear`` logger.
+        reporter: told what is resized for ``size``, and which images were bad; default: the ``vit2linear`` logger.
 
     Raises:
         ArtifactError, SourceError, DataError
     """
     opened = ref if isinstance(ref, Artifact) else open_artifact(ref)
+    reporter = reporter or Reporter()
     record = opened.report
     student = opened.model()
     height, width = size or tuple(example_pixels(student).shape[-2:])
@@ -64,7 +66,7 @@ def evaluate(
     data_config = {**resolve_model_data_config(student), "input_size": (student.in_chans, height, width)}
     if size is not None:
         student = opened.model(**{k: v for k, v in spec.model_args.items() if k == "img_size"})
-        (reporter or Reporter()).say(spec.notes[-1])
+        reporter.say(spec.notes[-1])
     module = model.load(source, spec).module
     softmax = {p["site"]["path"]: {"op": "softmax"} for p in record["plan"] if p["op"] != KEEP}
     same_images = data is None or data == record["data"]["path"]
@@ -79,8 +81,12 @@ def evaluate(
         workers=workers,
         limit=limit,
         device=device_of(device),
+        max_bad=max_bad,
     )
-    return judge(surgery.apply(module, softmax).eval(), student)
+    report = judge(surgery.apply(module, softmax).eval(), student)
+    if judge.bad.summary:
+        reporter.say(judge.bad.summary)
+    return report
 
 
 def bench_job(ref: str, batch_size: int) -> Job:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
 from torch import nn
 
 import vit2linear
@@ -21,7 +21,7 @@ from vit2linear import artifact, card, hybrid, model
 from vit2linear.artifact import Artifact
 from vit2linear.audit import audit
 from vit2linear.calibration.calibrate import CalibrationReport, calibrate
-from vit2linear.data import train_batches, train_view
+from vit2linear.data import loader_errors, train_batches
 from vit2linear.devices import accelerator_for
 from vit2linear.distill.loop import StageReport, run_stage, split_steps
 from vit2linear.errors import DataError, RecipeError
@@ -32,6 +32,7 @@ from vit2linear.probe import plan_to_json
 from vit2linear.recipe import Recipe, to_toml
 from vit2linear.reporting import Reporter
 from vit2linear.surgery import apply_plan
+from vit2linear.views import train_view
 
 CHECK_IMAGES = 512
 """Training images that decide between last and averaged weights."""
@@ -101,13 +102,17 @@ def convert(
             report = judge(teacher, student, None if moment == moments[-1] else MONITOR_IMAGES)
             reporter.say(f"{moment}: {report.summary}")
             history.append({"moment": moment, "images": report.images, "student": dataclasses.asdict(report.student)})
-    accelerator.wait_for_everyone()
+    for found in gather_object([judge.bad.found]):
+        judge.bad.found.update(found)
     if not accelerator.is_main_process:
         return Artifact(f"local-dir:{prepared.output}", {}, prepared.output)
     audited = audit(source, student, plan, trained=bool(stages or calibrated), drawn=drawn)
     licence = card.license_of(prepared.ref, prepared.spec.pretrained_cfg, recipe.output.license)
     if licence.get("license_name") == "unknown":
         reporter.say("The source states no licence, so the card says 'unknown'; state it with --license.")
+    if judge.bad.summary:
+        reporter.say(judge.bad.summary)
+    bad = {"count": len(judge.bad.found), "images": judge.bad.found}
     start = start_words(recipe.source, not prepared.num_classes)
     record = {
         "format": 1,
@@ -119,7 +124,7 @@ def convert(
             "dtype": loaded.spec.dtype,
             **licence,
         },
-        "data": {"path": recipe.data.path, "held_out": judge.sets.held_out, "ignore_labels": ignore_labels},
+        "data": {"path": recipe.data.path, "held_out": judge.sets.held_out, "ignore_labels": ignore_labels, "bad": bad},
         "plan": plan_to_json(plan, prepared.probe),
         "start": {"init": recipe.source.init, "head": recipe.source.head, "words": start},
         "keep_softmax": dataclasses.asdict(kept) if kept is not None else None,
@@ -148,6 +153,7 @@ def _moments(recipe: Recipe, steps: dict[str, int]) -> list[str]:
     return moments
 
 
+@loader_errors()
 def _stage(
     name: str,
     steps: int,
@@ -169,6 +175,7 @@ def _stage(
         prepared.recipe.data.workers,
         accelerator.process_index,
         accelerator.num_processes,
+        bad=judge.bad,
     )
     labelled = ((pixels, judge.as_model_classes(classes)) for pixels, classes in batches)
     check = judge.sample(CHECK_IMAGES) if options.ema else None
@@ -188,4 +195,5 @@ def _judge(prepared: Prepared, device: torch.device, ignore_labels: bool) -> Jud
         limit=recipe.data.eval_samples,
         device=device,
         seed=recipe.run.seed,
+        max_bad=recipe.data.max_bad,
     )

@@ -177,6 +177,9 @@ class DataOptions:
     """Loader processes."""
     eval_samples: int | None = None
     """Evaluate at most so many images; default: all."""
+    max_bad: float = 0.01
+    """Share of the images that may be unreadable: they are left out, counted and named; above it the run stops with
+    their list. 0 stops at the first."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +240,7 @@ class Recipe:
             ("distill.calibration.ridges", min(d.calibration.ridges, default=0), 1e-12, None),
             ("data.workers", self.data.workers, 0, None),
             ("data.eval_samples", self.data.eval_samples, 1, None),
+            ("data.max_bad", self.data.max_bad, 0, 1),
             ("run.seed", self.run.seed, 0, 2**32 - 1),
         ]
         for name, stage in d.stages.items():
