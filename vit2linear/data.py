@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import signal
+import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -48,6 +49,7 @@ def train_batches(
     Raises:
         DataError: too many bad images, images that cannot be read any more, or a loader process that died.
     """
+    bad = BadImages(0.0, None) if bad is None else bad
     if isinstance(images, ImageStream):
         dataset: Dataset[Loaded] = StreamSamples(images, view, seed, batch_size, start, rank, world)
         # Always one reader: datasets derives the order of a stream from the number of workers.
@@ -76,32 +78,13 @@ def eval_batches(
         chosen = sorted(random.Random(0).sample(range(images.size), count))
         keys = [[(0, i) for i in chosen[a : a + batch_size]] for a in range(0, count, batch_size)]
         loader = _loader(Samples(images, view, 0, stand_in=False), keys, workers)
+    bad = BadImages(0.0, None) if bad is None else bad
     batches = _taken(loader, bad)
     try:
         yield next(batches)
     except StopIteration:
-        raise DataError(f"{images.name} gave no image that can be used.") from None
+        raise DataError(f"{images.name} gave no image that can be used.", bad.summary) from None
     yield from batches
-
-
-@contextmanager
-def loader_errors() -> Iterator[None]:
-    """Where loader processes are at work: torch raises their death anywhere in the main process, from a signal.
-
-    Raises:
-        DataError: a loader process died.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error).split(". ")[0]
-        if not text.startswith("DataLoader worker (pid"):
-            raise
-        short = "/dev/shm was full" if "Bus error" in text else "the machine ran out of memory, or /dev/shm was full"
-        raise DataError(
-            f"a loader process died ({text.strip(' .')}); most likely {short}.",
-            "Take fewer with --workers (0: none); a conversion then continues with --resume.",
-        ) from error
 
 
 def _loader(dataset: Dataset[Loaded], keys: Iterable[list[Key]] | None, workers: int) -> DataLoader[Loaded]:
@@ -109,16 +92,39 @@ def _loader(dataset: Dataset[Loaded], keys: Iterable[list[Key]] | None, workers:
     return DataLoader(dataset, None, sampler=keys, num_workers=workers, generator=torch.Generator())
 
 
-def _taken(loader: Iterable[Loaded], bad: BadImages | None) -> Iterator[Batch]:
+def _taken(loader: Iterable[Loaded], bad: BadImages) -> Iterator[Batch]:
     """Tell the ledger, raise the errors, pass the rest on."""
-    bad = BadImages(0.0, None) if bad is None else bad
-    with loader_errors():
-        for loaded in loader:
+    try:
+        for loaded in _started(loader):
             bad.add(loaded.bad, good=len(loaded.labels))
             if loaded.error is not None:
                 raise loaded.error
             if len(loaded.labels):
                 yield loaded.pixels, loaded.labels
+    except (RuntimeError, ConnectionError, EOFError) as error:
+        # The last two, where the process is still about to end.
+        if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker (pid"):
+            raise
+        raise DataError(
+            "a loader process was killed, most likely because the machine ran out of memory or /dev/shm was full.",
+            "Take fewer with --workers (0: none); a conversion then continues with --resume.",
+        ) from error
+
+
+def _started(loader: Iterable[Loaded]) -> Iterator[Loaded]:
+    """Its iterator, whose processes run, with the handler of SIGCHLD as it was.
+
+    torch's own raises the death of a loader process wherever the main process is, even where a file is being written.
+    The iterator also finds out by itself, within seconds, when it waits for the next batch.
+    """
+    number = getattr(signal, "SIGCHLD", None)  # Windows has none
+    if number is None or threading.current_thread() is not threading.main_thread():
+        return iter(loader)
+    before = signal.getsignal(number)
+    try:
+        return iter(loader)
+    finally:
+        signal.signal(number, before or signal.SIG_DFL)
 
 
 def _stream_batches(images: ImageStream, view: View, batch_size: int, limit: int | None) -> Iterator[Loaded]:

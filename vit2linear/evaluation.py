@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vit2linear.bad_images import BadImages
 from vit2linear.classes import match_classes
 from vit2linear.compare import EvalReport, compare
-from vit2linear.data import Batch, eval_batches, loader_errors
+from vit2linear.data import Batch, eval_batches
 from vit2linear.images import DEFAULT_SET, ImageList, Images, ImageSets, open_images
 from vit2linear.resolve import DEMO
 from vit2linear.views import eval_view
@@ -41,7 +41,6 @@ class Judge:
     bad: BadImages
     """What could not be used, in training as well."""
 
-    @loader_errors()
     def __call__(self, teacher: nn.Module, student: nn.Module, limit: int | None = None) -> EvalReport:
         """Compare on the validation images, at most ``limit`` of them."""
         images = self.sets.validation
@@ -57,7 +56,6 @@ class Judge:
             bank=self._bank(limit) if headless and images.classes is not None else None,
         )
 
-    @loader_errors()
     def sample(self, count: int) -> Batch:
         """At most ``count`` training images as they are evaluated, always the same ones, and the model's classes."""
         pixels, classes = zip(*self._batches(self.sets.train, count), strict=True)

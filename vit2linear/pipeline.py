@@ -21,7 +21,7 @@ from vit2linear import artifact, card, hybrid, model
 from vit2linear.artifact import Artifact
 from vit2linear.audit import audit
 from vit2linear.calibration.calibrate import CalibrationReport, calibrate
-from vit2linear.data import loader_errors, train_batches
+from vit2linear.data import train_batches
 from vit2linear.devices import accelerator_for
 from vit2linear.distill.loop import StageReport, run_stage, split_steps
 from vit2linear.errors import DataError, RecipeError
@@ -153,7 +153,6 @@ def _moments(recipe: Recipe, steps: dict[str, int]) -> list[str]:
     return moments
 
 
-@loader_errors()
 def _stage(
     name: str,
     steps: int,
