@@ -117,11 +117,12 @@ class StepBatches(Sampler[list[tuple[int, int]]]):
     seed: int
     rank: int
     world: int
+    start: int = 0
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         orders: dict[int, list[int]] = {}
         local = self.batch_size // self.world
-        for step in range(self.steps):
+        for step in range(self.start, self.steps):
             first = step * self.batch_size + self.rank * local
             batch = []
             for position in range(first, first + local):
@@ -138,7 +139,15 @@ class StepBatches(Sampler[list[tuple[int, int]]]):
 
 
 def train_batches(
-    images: Images, view: View, batch_size: int, steps: int, seed: int, workers: int, rank: int = 0, world: int = 1
+    images: Images,
+    view: View,
+    batch_size: int,
+    steps: int,
+    seed: int,
+    workers: int,
+    rank: int = 0,
+    world: int = 1,
+    start: int = 0,
 ) -> Iterator[Batch]:
     """Exactly ``steps`` batches; ``batch_size`` is over all processes, a multiple of their number.
 
@@ -152,7 +161,7 @@ def train_batches(
         loader = DataLoader(dataset, batch_size=batch_size // world, num_workers=1, generator=torch.Generator())
     else:
         dataset = Samples(images, view, seed)
-        sampler = StepBatches(images.size, batch_size, steps, seed, rank, world)
+        sampler = StepBatches(images.size, batch_size, steps, seed, rank, world, start)
         loader = DataLoader(dataset, batch_sampler=sampler, num_workers=workers, generator=torch.Generator())
     return itertools.islice(iter(loader), steps)
 
