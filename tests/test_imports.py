@@ -29,6 +29,7 @@ LAYERS = [
     {"catalogue", "compare", "evaluation", "bench", "training_cost", "hybrid"},
     {"artifact", "card", "plots", "journal", "run_folder"},
     {"prepare"},
+    {"moments"},
     {"pipeline", "finished", "inspection"},
     {"cli", "__main__", "__init__"},
 ]
