@@ -61,7 +61,7 @@ def test_json_is_all_there_is_on_stdout(checkpoint: Path, class_folders: Path, c
         (["--op", "relu"], 2, "source.model: name a model"),
         (["demo", "--recipe", "absent.toml"], 2, "cannot read the recipe 'absent.toml'"),
         (["demo", "--recipe", "bad.toml"], 2, "unknown key; did you mean 'steps'?"),
-        (["demo", "--precision", "fp16"], 2, "needs a CUDA GPU"),
+        (["demo", "--mixed-precision", "fp16"], 2, "needs a CUDA GPU"),
         (["demo", "--device", "tpu"], 2, "run.device: 'tpu' is not one of"),
         (["demo", "--data", "absent/"], 5, "there is no folder 'absent/'"),
         (["demo", "--data", "empty"], 5, "holds no images"),

@@ -13,7 +13,7 @@ PACKAGE = Path(vit2linear.__file__).parent
 # Later layers may import earlier ones, and their own; ops, sites and sources never import each other.
 LAYERS = [
     {"errors"},
-    {"strict", "sizes", "registry", "reporting", "hub", "entry"},
+    {"strict", "sizes", "registry", "reporting", "hub", "entry", "durable", "interrupt"},
     {"recipe"},
     {"context", "heads"},
     {"modifiers"},
@@ -27,8 +27,9 @@ LAYERS = [
     {"distill"},
     {"calibration", "headless"},
     {"catalogue", "compare", "evaluation", "bench", "training_cost", "hybrid"},
-    {"artifact", "card", "plots"},
+    {"artifact", "card", "plots", "journal", "run_folder"},
     {"prepare"},
+    {"moments"},
     {"pipeline", "finished", "inspection"},
     {"cli", "__main__", "__init__"},
 ]

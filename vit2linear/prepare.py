@@ -10,7 +10,7 @@ from typing import Any
 from timm.data import resolve_model_data_config
 
 from vit2linear import artifact, hybrid, model
-from vit2linear.distill.loop import check_stages
+from vit2linear.distill.stages import check_stages
 from vit2linear.evaluation import default_images
 from vit2linear.images import DEFAULT_NOTE
 from vit2linear.initial import copied_keys, start_words
