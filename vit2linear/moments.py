@@ -128,6 +128,8 @@ class Course:
         if begun is not None:
             student.load_state_dict(begun.stage.tensors["student"])
         for i, moment in enumerate(moments):
+            if self.interrupts.wanted:  # in a destructor, say, where Python lets nothing out
+                self.interrupts.stop()
             if begun is None or i >= begun.moment:
                 self._change(i, moment, teacher, student, prepared, judge, journal, begun)
                 if self.run is not None and len(moments) > 1:
