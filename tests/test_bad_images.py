@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.conftest import Run
 from tests.test_data import CONFIG, listed
@@ -24,6 +25,9 @@ from vit2linear.data import Batch, eval_batches, train_batches
 from vit2linear.errors import DataError, RecipeError
 from vit2linear.evaluation import open_judge
 from vit2linear.images import ImageList, Images, ImageStream, open_images
+from vit2linear.pipeline import convert
+from vit2linear.recipe import Recipe, override
+from vit2linear.reporting import Progress, Reporter
 from vit2linear.samples import StepBatches
 from vit2linear.views import eval_view, train_view
 
@@ -292,7 +296,7 @@ def test_commands_name_bad_images(cli: Run, checkpoint: Path, class_folders: Pat
     )
     assert not Path("out").exists()
     assert "'1 percent' is no share" in cli(*convert, "--max-bad", "1 percent", code=2).stderr
-    done = cli(*convert, "--max-bad", "10%")
+    done = cli(*convert, "--max-bad", "10%", "--resume")
     assert "2 images could not be used and were left out: " in done.stderr
     record = json.loads(Path("out/report.json").read_text())
     assert record["data"]["bad"]["count"] == 2 and set(record["data"]["bad"]["images"]) == {repr(str(p)) for p in names}
@@ -300,3 +304,39 @@ def test_commands_name_bad_images(cli: Run, checkpoint: Path, class_folders: Pat
     judged = cli("eval", "out", "-j", 0, "--max-bad", 0.1, "--json")
     assert "1 image could not be used and was left out: " in judged.stderr and json.loads(judged.stdout)["images"] == 11
     assert "--max-bad" in cli("eval", "out", "-j", 0, "--max-bad", "0", code=5).stderr
+
+
+class Breaks(Reporter):
+    """Like a crash in the midst of a stage."""
+
+    def progress(self, progress: Progress) -> None:
+        if progress.step == 6:
+            raise MemoryError
+
+
+def test_a_resumed_run_sees_the_same_samples_and_names_the_same_images(
+    images: ImageList, checkpoint: Path, tmp_path: Path
+) -> None:
+    def recipe(name: str, workers: int) -> Recipe:
+        return override(
+            Recipe(),
+            source__model=str(checkpoint),
+            distill__steps=10,
+            distill__batch_size=6,
+            distill__augment="mild",
+            distill__attention__share=0.0,
+            data__path=str(tmp_path / "images"),
+            data__workers=workers,
+            data__max_bad=0.2,
+            run__checkpoint_every=4,
+            output__dir=str(tmp_path / name),
+        )
+
+    whole = convert(recipe("whole", 0))
+    with pytest.raises(MemoryError):
+        convert(recipe("broken", 0), reporter=Breaks())
+    resumed = convert(recipe("broken", 2), resume=True)
+    weights = [load_file(a.folder / "model.safetensors") for a in (whole, resumed)]
+    assert weights[0].keys() == weights[1].keys() and all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
+    assert whole.report["data"]["bad"] == resumed.report["data"]["bad"]
+    assert set(whole.report["data"]["bad"]["images"]) == {images.where(i) for i in BAD}
