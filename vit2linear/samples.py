@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from vit2linear.bad_images import IN_A_ROW
-from vit2linear.errors import BadImageError, DataError
+from vit2linear.errors import BadImageError, DataError, Vit2LinearError
 from vit2linear.images import ImageList, ImageStream, content_digest
 from vit2linear.views import View
 
@@ -45,10 +45,10 @@ class Loaded:
     pixels: Tensor
     labels: Tensor
     bad: list[tuple[str, str]]
-    error: DataError | None = None
+    error: Vit2LinearError | None = None
 
     @classmethod
-    def of(cls, samples: list[Sample], bad: list[tuple[str, str]], error: DataError | None = None) -> Loaded:
+    def of(cls, samples: list[Sample], bad: list[tuple[str, str]], error: Vit2LinearError | None = None) -> Loaded:
         """Stack the samples."""
         pixels, labels = default_collate(samples) if samples else (torch.empty(0), torch.empty(0, dtype=torch.long))
         return cls(pixels, labels, bad, error)
@@ -70,7 +70,7 @@ class Samples(Dataset[Loaded]):
         try:
             for key in keys:
                 samples += self._sample(key, bad)
-        except DataError as error:
+        except Vit2LinearError as error:
             return Loaded.of([], bad, error)
         return Loaded.of(samples, bad)
 
@@ -103,7 +103,7 @@ class StreamSamples(IterableDataset[Loaded]):
     def __iter__(self) -> Iterator[Loaded]:
         try:
             yield from self._batches()
-        except DataError as error:
+        except Vit2LinearError as error:
             yield Loaded.of([], [], error)
 
     def _batches(self) -> Iterator[Loaded]:
