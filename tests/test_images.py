@@ -15,10 +15,11 @@ import pytest
 from PIL import Image
 
 from tests.test_data import CONFIG, _own_cache, listed  # noqa: F401  fixture
-from vit2linear.data import eval_view, train_batches
+from vit2linear.data import train_batches
 from vit2linear.errors import DataError
 from vit2linear.images import EXTENSIONS, ImageOptions, ImageSets, open_images
 from vit2linear.images.archives import LARGEST, ArchiveStore, Place
+from vit2linear.views import eval_view
 
 IGNORE = ImageOptions(ignore_labels=True)
 _RNG = np.random.default_rng(0)

@@ -13,7 +13,7 @@ PACKAGE = Path(vit2linear.__file__).parent
 # Later layers may import earlier ones, and their own; ops, sites and sources never import each other.
 LAYERS = [
     {"errors"},
-    {"strict", "sizes", "registry", "reporting", "hub", "entry"},
+    {"strict", "sizes", "registry", "reporting", "hub", "entry", "durable", "interrupt"},
     {"recipe"},
     {"context", "heads"},
     {"modifiers"},
@@ -23,12 +23,13 @@ LAYERS = [
     {"resolve"},
     {"plan"},
     {"surgery", "model", "probe", "mimetic"},
-    {"initial", "images", "classes", "class_map", "data", "audit", "devices"},
+    {"initial", "images", "classes", "class_map", "views", "bad_images", "samples", "data", "audit", "devices"},
     {"distill"},
     {"calibration", "headless"},
     {"catalogue", "compare", "evaluation", "bench", "training_cost", "hybrid"},
-    {"artifact", "card", "plots"},
+    {"artifact", "card", "plots", "journal", "run_folder"},
     {"prepare"},
+    {"moments"},
     {"pipeline", "finished", "inspection"},
     {"cli", "__main__", "__init__"},
 ]

@@ -11,14 +11,16 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from vit2linear.bad_images import BadImages
 from vit2linear.class_map import ClassMap
 from vit2linear.classes import match_classes
 from vit2linear.compare import EvalReport, compare
-from vit2linear.data import Batch, eval_batches, eval_view
+from vit2linear.data import Batch, eval_batches
 from vit2linear.errors import DataError
-from vit2linear.images import DEFAULT_SET, HeldOut, ImageOptions, Images, ImageSets, open_images
+from vit2linear.images import DEFAULT_SET, HeldOut, ImageList, ImageOptions, Images, ImageSets, open_images
 from vit2linear.reporting import Reporter
 from vit2linear.resolve import DEMO
+from vit2linear.views import eval_view
 
 BANK_IMAGES = 5000
 """At most so many training images are a headless model's neighbours; three for each image evaluated, if limited."""
@@ -60,6 +62,8 @@ class Judge:
     workers: int
     limit: int | None
     device: torch.device
+    bad: BadImages
+    """What could not be used, in training as well."""
 
     def __call__(self, teacher: nn.Module, student: nn.Module, limit: int | None = None) -> EvalReport:
         """Compare on the validation images, at most ``limit`` of them."""
@@ -94,7 +98,8 @@ class Judge:
         return torch.full_like(classes, -1) if self.class_map is None else torch.tensor([*self.class_map, -1])[classes]
 
     def _batches(self, images: Images, limit: int | None) -> Iterator[Batch]:
-        return eval_batches(images, eval_view(self.data_config), self.batch_size, limit, self.workers)
+        view = eval_view(self.data_config)
+        return eval_batches(images, view, self.batch_size, limit, self.workers, self.bad)
 
     def _bank(self, limit: int | None) -> Iterator[Batch]:
         """Training images as neighbours."""
@@ -111,6 +116,7 @@ def open_judge(
     workers: int = 2,
     limit: int | None = None,
     device: torch.device | None = None,
+    max_bad: float = 0.01,
     reporter: Reporter | None = None,
 ) -> Judge:
     """Open an image set, decode one image as a probe, and match its classes with the model's.
@@ -123,7 +129,7 @@ def open_judge(
         reporter: told what is left out of the set, and of accuracy; default: the ``vit2linear`` logger.
 
     Raises:
-        DataError: no images, an undecodable one, or a class map that does not fit.
+        DataError: no images, more than ``max_bad`` of them bad, or a class map that does not fit.
     """
     if request.options.ignore_labels and request.class_map is not None:
         raise DataError("--ignore-labels and --class-map exclude each other.", "Leave one of them out.")
@@ -132,7 +138,9 @@ def open_judge(
     matched = match_classes(images.classes, labels, num_classes, images.name, request.class_map)
     for note in (*sets.notes, *([matched.note] if matched.note else [])):
         (reporter or Reporter()).say(note)
+    parts = [s.size for s in (sets.train, images) if isinstance(s, ImageList)]
+    bad = BadImages(max_bad, sum(parts) if len(parts) == 2 else None)
     # The validation images only: a training stream would fill its shuffle buffer for one image.
-    next(eval_batches(images, eval_view(data_config), 1, 1, 0))
+    next(eval_batches(images, eval_view(data_config), 1, None, 0, bad))
     where = device or torch.device("cpu")
-    return Judge(sets, request, data_config, matched.indices, batch_size, workers, limit, where)
+    return Judge(sets, request, data_config, matched.indices, batch_size, workers, limit, where, bad)

@@ -44,6 +44,7 @@ def evaluate(
     batch_size: int = 64,
     workers: int = 2,
     limit: int | None = None,
+    max_bad: float = 0.01,
     device: str = "auto",
     size: Size | None = None,
     reporter: Reporter | None = None,
@@ -56,14 +57,15 @@ def evaluate(
         split, val_split, class_map, streaming: as in a recipe; default: those of the conversion for its own images.
         teacher: the source's place, where a local folder has moved.
         ignore_labels: do not match the images' classes with the model's.
-        batch_size, workers, limit, device: as in a recipe.
+        batch_size, workers, limit, max_bad, device: as in a recipe.
         size: height and width in pixels; default: those of the conversion.
-        reporter: told what is resized for ``size``; default: the ``vit2linear`` logger.
+        reporter: told what is resized for ``size``, and which images were bad; default: the ``vit2linear`` logger.
 
     Raises:
         ArtifactError, SourceError, DataError
     """
     opened = ref if isinstance(ref, Artifact) else open_artifact(ref)
+    reporter = reporter or Reporter()
     record = opened.report
     student = opened.model()
     height, width = size or tuple(example_pixels(student).shape[-2:])
@@ -72,7 +74,7 @@ def evaluate(
     data_config = {**resolve_model_data_config(student), "input_size": (student.in_chans, height, width)}
     if size is not None:
         student = opened.model(**{k: v for k, v in spec.model_args.items() if k == "img_size"})
-        (reporter or Reporter()).say(spec.notes[-1])
+        reporter.say(spec.notes[-1])
     module = model.load(source, spec).module
     softmax = {p["site"]["path"]: {"op": "softmax"} for p in record["plan"] if p["op"] != KEEP}
     num_classes, labels = int(student.num_classes), spec.pretrained_cfg.get("label_names")  # type: ignore[arg-type]
@@ -90,9 +92,13 @@ def evaluate(
         workers=workers,
         limit=limit,
         device=device_of(device),
+        max_bad=max_bad,
         reporter=reporter,
     )
-    return judge(surgery.apply(module, softmax).eval(), student)
+    report = judge(surgery.apply(module, softmax).eval(), student)
+    if judge.bad.summary:
+        reporter.say(judge.bad.summary)
+    return report
 
 
 def bench_job(ref: str, batch_size: int) -> Job:

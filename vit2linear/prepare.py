@@ -11,7 +11,7 @@ from timm.data import resolve_model_data_config
 
 from vit2linear import artifact, hybrid, model
 from vit2linear.class_map import ClassMap, read_class_map
-from vit2linear.distill.loop import check_stages
+from vit2linear.distill.stages import check_stages
 from vit2linear.evaluation import default_images
 from vit2linear.images import DEFAULT_NOTE
 from vit2linear.initial import copied_keys, start_words

@@ -34,6 +34,12 @@ IgnoreLabels = Annotated[
 BatchSize = Annotated[int | None, typer.Option("--batch-size", "-b", help="Images in a batch, over all processes.")]
 Workers = Annotated[int | None, typer.Option("--workers", "-j", help="Loader processes.")]
 EvalSamples = Annotated[int | None, typer.Option("--num-samples", help="Evaluate at most so many images.")]
+MaxBad = Annotated[
+    str | None,
+    typer.Option(
+        "--max-bad", metavar="SHARE", help="Images that may be unreadable, such as 5% or 0.05; default 1%; 0: none."
+    ),
+]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else there.")]
 
@@ -84,6 +90,22 @@ def sites_to_keep(texts: Sequence[str]) -> tuple[int | None, list[str]]:
             "For example: --keep-softmax 2, or --keep-softmax blocks.0.attn,blocks.11.attn.",
         )
     return (counts[0] if counts else None), globs
+
+
+def share(text: str, option: str) -> float:
+    """``1%`` or ``0.01`` as a share.
+
+    Raises:
+        RecipeError: something else, or not between 0 and 1.
+    """
+    number, percent, rest = text.strip().partition("%")
+    try:
+        value = float(number) / (100 if percent else 1)
+    except ValueError:
+        value = -1.0
+    if rest or not 0 <= value <= 1:
+        raise RecipeError(f"{option}: {text!r} is no share of the images.", "Give 0% to 100%, or 0 to 1: 5% or 0.05.")
+    return value
 
 
 def numbers(text: str, option: str) -> list[int]:

@@ -30,6 +30,7 @@ def evaluate(
     batch_size: o.BatchSize = None,
     workers: o.Workers = None,
     num_samples: o.EvalSamples = None,
+    max_bad: o.MaxBad = None,
     ignore_labels: o.IgnoreLabels = False,
     device: o.Device = None,
     json: o.Json = False,
@@ -50,6 +51,7 @@ def evaluate(
             distill__batch_size=batch_size,
             data__workers=workers,
             data__eval_samples=num_samples,
+            data__max_bad=o.share(max_bad, "--max-bad") if max_bad is not None else None,
         ).check()
         artifact = open_artifact(model)
         err.print(f"Evaluating {artifact.name}", markup=False)
@@ -65,6 +67,7 @@ def evaluate(
             batch_size=request.distill.batch_size,
             workers=request.data.workers,
             limit=request.data.eval_samples,
+            max_bad=request.data.max_bad,
             device=device or "auto",
             size=parse_size(img_size) if img_size is not None else None,
             reporter=TerminalReporter(),

@@ -49,14 +49,14 @@ class ArchiveStore:
     def read(self, key: Place) -> bytes:
         """The content of a member; ``OSError`` where it cannot be read."""
         if key.size > LARGEST:
-            raise OSError(f"{self.where(key)} has {key.size:,} bytes")
+            raise OSError(f"it has {key.size:,} bytes")
         if key.offset < 0:
             return self._from_zip(key)
         with Path(self.files[key.archive]).open("rb") as file:
             file.seek(key.offset)
             data = file.read(key.size)
         if len(data) < key.size:
-            raise OSError(f"{self.where(key)} is cut off")
+            raise OSError("it is cut off")
         return data
 
     def where(self, key: Place) -> str:
@@ -69,9 +69,9 @@ class ArchiveStore:
                 # What the archive says of the size may be untrue.
                 data = file.read(LARGEST + 1)
         except Exception as error:  # what zipfile raises for damaged files has no common base
-            raise OSError(f"{self.where(key)} cannot be unpacked: {error}") from error
+            raise OSError(f"it cannot be unpacked: {error}") from error
         if len(data) > LARGEST:
-            raise OSError(f"{self.where(key)} has more than {LARGEST:,} bytes")
+            raise OSError(f"it has more than {LARGEST:,} bytes")
         return data
 
 

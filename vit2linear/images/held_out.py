@@ -29,6 +29,8 @@ def hold_out(path: str, images: Images, threshold: str | None) -> ImageSets:
         raise DataError(f"--data: {path!r} holds {images.size} image; at least 2 are needed, one is held out.")
     digests = [_digest(images, i) for i in range(images.size)]
     threshold = threshold or sorted(digests)[max(1, round(SHARE * images.size)) - 1]
+    if threshold == _LAST:
+        raise DataError(f"--data: no image of {path!r} can be read.", "Check the files, and that you may read them.")
     held = [i for i, d in enumerate(digests) if d <= threshold]
     rest = [i for i, d in enumerate(digests) if d > threshold]
     if not held or not rest:
