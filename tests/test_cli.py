@@ -66,7 +66,7 @@ def test_json_is_all_there_is_on_stdout(checkpoint: Path, class_folders: Path, c
         (["demo", "--data", "absent/"], 5, "there is no folder 'absent/'"),
         (["demo", "--data", "empty"], 5, "holds no images"),
         (["demo", "--data", "text"], 5, "holds no images"),
-        (["demo", "--data", "broken"], 5, "is no image that can be decoded"),
+        (["demo", "--data", "broken"], 5, "(no image that can be decoded)"),
         (["demo", "--data", "classes", "--split", "train"], 5, "has no split 'train'. It has 'cat', 'dog'"),
         (["demo", "--data", "classes", "--data", "classes"], 2, "names nothing, or a set twice"),
         (["demo", "--split", "test", "--val-split", "test"], 2, "they are never the same images"),

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
+import torch
 
 from tests.conftest import Run, write_images
 from tests.test_images import as_folder, as_tar, class_files
+from vit2linear.compare import compare
 
 FAST = ("--op", "relu", "--distill-steps", 2, "-b", 4, "-j", 0)
 
@@ -60,6 +63,14 @@ def test_a_class_map_is_recorded_with_the_artifact(checkpoint: Path, cli: Run, t
     table.unlink()
     assert judged(cli)["teacher"]["top1"] == accuracy
     assert judged(cli, "--ignore-labels")["teacher"]["top1"] is None
+    # A class that the model has not takes no part in accuracy.
+    table.write_text("cat = -1\ndog = 3\n")
+    for split in ("train", "val"):
+        (tmp_path / "dogs" / split).mkdir(parents=True)
+        (tmp_path / "dogs" / split / "dog").symlink_to(images / split / "dog")
+    partly = judged(cli, "--class-map", table)
+    assert partly["images"] == 8
+    assert partly["teacher"]["top5"] == judged(cli, "--data", tmp_path / "dogs")["teacher"]["top5"] == 100
     table.write_text('cat = "egg"\n')
     assert "1 of the 2 classes" in cli("eval", "--class-map", table, code=5).stderr
     table.write_text('cat = "cub"\ndog = 5\n')
@@ -94,6 +105,19 @@ def test_splits_are_chosen(checkpoint: Path, cli: Run, tmp_path: Path) -> None:
     assert judged(cli, "--val-split", "val")["images"] == 6
     assert judged(cli, "--data", images, "--val-split", "train", "--split", "val")["images"] == 6
     assert "has no split 'dev'" in cli("eval", "--val-split", "dev", code=5).stderr
+
+
+def test_neighbours_without_a_class_are_no_neighbours(checkpoint: Path) -> None:
+    model = timm.create_model(f"local-dir:{checkpoint}", pretrained=True, num_classes=0).eval()
+    torch.manual_seed(0)
+    bank, queries, labels = torch.randn(12, 3, 32, 32), torch.randn(4, 3, 32, 32), torch.arange(12) % 2
+    found = []
+    for more in (0, 12):
+        pixels = torch.cat([bank, queries.repeat(3, 1, 1, 1)[:more]])
+        batches = iter([(pixels, torch.cat([labels, torch.full((more,), -1)]))])
+        report = compare(model, model, iter([(queries, labels[:4])]), "x", torch.device("cpu"), bank=batches)
+        found.append((report.teacher.knn, report.teacher.probe))
+    assert found[0] == found[1] != (None, None)
 
 
 @pytest.mark.parametrize("extra", ["notes.txt", "train/dog/labels.csv"])
