@@ -78,6 +78,7 @@ class Judge:
             self.device,
             class_map=self.class_map,
             bank=self._bank(limit) if headless and images.classes is not None else None,
+            classes=images.classes,
         )
 
     @property

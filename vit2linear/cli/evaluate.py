@@ -77,6 +77,8 @@ def evaluate(
             return
         for table in _tables(artifact.name, report):
             out.print(table)
+        if report.difference is not None:
+            out.print(f"Top-1, student against teacher: {report.difference.words}.", markup=False)
 
 
 def _tables(name: str, report: EvalReport) -> list[object]:
@@ -88,6 +90,7 @@ def _tables(name: str, report: EvalReport) -> list[object]:
         ("top-5, %", "top5"),
         ("10-NN, %", "knn"),
         ("ridge probe, %", "probe"),
+        ("calibration error, %", "calibration_error"),
         ("images/s", "images_per_second"),
     ):
         a, b = getattr(report.teacher, key), getattr(report.student, key)
@@ -100,7 +103,11 @@ def _tables(name: str, report: EvalReport) -> list[object]:
     rows.append(["cosine of features", "", f"{report.feature_cosine:.4f}", ""])
     rows.append(["speed against teacher", "", f"{report.speedup:.2f}x", ""])
     errors = [[path, f"{error:.4f}"] for path, error in report.site_errors.items()]
-    return [
+    tables = [
         table(f"{name} on {report.data}, {report.images:,} images", ["", "teacher", "student", ""], rows),
         table("Unexplained energy of attention outputs (0 equal, 1 as bad as zero)", ["site", "error"], errors),
     ]
+    if report.lost_classes:
+        lost = [[c.name, str(c.images), f"{c.teacher:.1f}", f"{c.student:.1f}"] for c in report.lost_classes]
+        tables.append(table("Classes that lost most, top-1 in %", ["class", "images", "teacher", "student"], lost))
+    return tables
