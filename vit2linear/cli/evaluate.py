@@ -103,7 +103,7 @@ def _tables(name: str, report: EvalReport) -> list[object]:
     rows.append(["cosine of features", "", f"{report.feature_cosine:.4f}", ""])
     rows.append(["speed against teacher", "", f"{report.speedup:.2f}x", ""])
     errors = [[path, f"{error:.4f}"] for path, error in report.site_errors.items()]
-    tables = [
+    tables: list[object] = [
         table(f"{name} on {report.data}, {report.images:,} images", ["", "teacher", "student", ""], rows),
         table("Unexplained energy of attention outputs (0 equal, 1 as bad as zero)", ["site", "error"], errors),
     ]
