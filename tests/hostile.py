@@ -19,7 +19,7 @@ SECONDS = 10
 """Of the processor: no example takes longer."""
 
 NUMBERS = (0, -1, 1, 3, 7, 4096, 10**5, 10**6, 2**31, 10**9, -(10**9), 2**63, 10**30, 10**400)
-TEXTS = ("", "x", "\ud800", "\0", "../../etc/passwd", "/dev/zero", "é" * 300, "a" * 10**5, "NaN", "[0]", "gelu", "demo")
+TEXTS = ("", "x", "\ud800", "\0", "../../etc/passwd", "/dev/zero", "é" * 300, "a" * 5_000, "NaN", "[0]", "gelu", "demo")
 junk = st.recursive(
     st.none()
     | st.booleans()
@@ -47,7 +47,7 @@ def outcome(act: Callable[[], T], untouched: Path) -> T | Vit2LinearError:
         found: T | Vit2LinearError = act()
     except Vit2LinearError as error:
         found = error
-        assert 20 < len(str(error).encode()) < 20_000
+        assert 20 < len(str(error).encode()) < 4_000
     assert time.process_time() - start < SECONDS
     assert listing(untouched) == before
     return found
@@ -99,7 +99,7 @@ def mangled(draw: st.DrawFn, text: bytes) -> bytes:
         "insert": text[:at] + some + text[at:],
         "empty": b"",
         "mark": b"\xef\xbb\xbf" + text,
-        "deep": text[:at] + b"[" * 100_000 + text[at:],
+        "deep": text[:at] + b"[" * 3_000 + text[at:],
         "binary": draw(st.binary(max_size=64)),
         "latin": text[:at] + b"\xe9" + text[at:],
     }

@@ -91,7 +91,7 @@ def check_output(folder: Path, overwrite: bool, reads: Sequence[Path] = ()) -> N
     """
     other = "Choose another --output."
     try:
-        if os.path.lexists(folder):
+        if _is_there(folder):
             if not overwrite:
                 raise ArtifactError(f"the output {str(folder)!r} exists.", "Use --overwrite, or another --output.")
             if not folder.is_dir() or (any(folder.iterdir()) and not is_artifact(folder)):
@@ -104,7 +104,7 @@ def check_output(folder: Path, overwrite: bool, reads: Sequence[Path] = ()) -> N
         if len(os.fsencode(folder.name)) > LONGEST_NAME:
             raise ArtifactError(f"the name of the output has more than {LONGEST_NAME} bytes.", other)
         place = folder.absolute().parent
-        while not os.path.lexists(place):
+        while not _is_there(place):
             place = place.parent
         if not place.is_dir():
             raise ArtifactError(f"{str(place)!r} is not a folder.", other)
@@ -112,6 +112,15 @@ def check_output(folder: Path, overwrite: bool, reads: Sequence[Path] = ()) -> N
             raise ArtifactError(f"{str(place)!r} cannot be written: it is read-only for this user.", other)
     except (OSError, ValueError) as error:  # such as a link to itself, or a name with a zero byte
         raise ArtifactError(f"{str(folder)!r} can be no output: {error}.", other) from error
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is something of that name, be it a link to nowhere; an ``OSError`` tells that there cannot be."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def write(

@@ -31,9 +31,10 @@ from vit2linear.sizes import Size, show_size
 from vit2linear.sources._description import first_line
 from vit2linear.sources._weights import in_float32
 from vit2linear.sources.base import ModelRef, ModelSpec
+from vit2linear.strict import shown
 from vit2linear.surgery import apply
 
-MOST_MODULES = 10_000
+MOST_MODULES = 5_000
 """The largest of timm's models have 2,000."""
 
 _patching = threading.RLock()
@@ -68,7 +69,7 @@ def build(
     """
     if not base or not timm.is_model(base):
         raise UnsupportedModelError(
-            f"'base' is {base!r}, which timm {timm.__version__} does not know.", "Upgrade timm."
+            f"'base' is {shown(base)}, which timm {timm.__version__} does not know.", "Upgrade timm."
         )
     overlay = {**(kwargs.pop("pretrained_cfg_overlay", None) or {}), "architecture": "vit2linear"}
     with _building_with(operators or {}, norm_eps, head):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,17 +87,17 @@ def _unreadable(name: str, path: Path, error: Exception) -> WeightsError:
             f"{path.name} of {name!r} is a TorchScript archive, which holds a program.",
             "Where you trust it, save torch.jit.load(FILE).state_dict() as safetensors.",
         )
-    if "weights_only" in message or isinstance(error, pickle.UnpicklingError):
+    if re.search(r"allowlisted|Unsupported (global|class)|GLOBAL", message):
         try:
-            found = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-        except Exception:  # not a checkpoint at all
+            found = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+        except Exception:  # the format of long ago, which that function does not read
             found = []
-        if found:
-            return WeightsError(
-                f"{path.name} of {name!r} holds Python objects besides weights ({', '.join(sorted(found))}); "
-                "they could run code and are not loaded.",
-                "Where you trust it, save its state dict as safetensors.",
-            )
+        objects = f" ({', '.join(found)})" if found else ""
+        return WeightsError(
+            f"{path.name} of {name!r} holds Python objects besides weights{objects}; they could run code and are not "
+            "loaded.",
+            "Where you trust it, save its state dict as safetensors.",
+        )
     said = (message.splitlines() or ["empty"])[0].rstrip(".") or type(error).__name__
     return WeightsError(
         f"{path.name} of {name!r} cannot be read: {said[:300]}.",
