@@ -79,7 +79,7 @@ def mutated(draw: st.DrawFn, base: Any) -> Any:
         elif kind == "wrap":
             holder[key] = draw(st.sampled_from(([old], [old] * 3, {"a": old}, str(old))))
         elif kind == "nest":
-            for _ in range(draw(st.sampled_from((3, 70, 400)))):
+            for _ in range(draw(st.sampled_from((3, 70, 150)))):
                 old = [old]
             holder[key] = old
         else:

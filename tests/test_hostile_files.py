@@ -264,7 +264,7 @@ def test_the_command_says_so(odd: Path, cli: Run) -> None:
     assert "not valid TOML" in cli("convert", "demo", "--recipe", odd / "recipe.toml", code=2).stderr
 
 
-REPORT = {"source": {"name": "x"}, "data": {"path": "y", "held_out": None, "ignore_labels": False}, "plan": []}
+REPORT = {"source": {"name": "x"}, "data": {"path": "y", "held_out": None, "ignore_labels": False}}
 CONFIG: dict[str, Any] = {
     "architecture": "vit2linear",
     "model_args": {"base": "test_vit", "operators": {}},
@@ -317,7 +317,7 @@ def test_artifacts_that_describe_no_model(tmp_path: Path, args: dict[str, Any], 
     [
         ([], "is not a JSON object"),
         ({}, "lacks, or has of another kind: source.name, data.path"),
-        (REPORT | {"plan": {"a": 1}}, "of another kind: plan"),
+        (REPORT | {"data": {"path": 3}}, "of another kind: data.path, data.ignore_labels"),
         (REPORT | {"format": 99}, "by a later vit2linear.*Upgrade"),
     ],
 )

@@ -16,7 +16,7 @@ from vit2linear.devices import device_of
 from vit2linear.errors import ArtifactError
 from vit2linear.evaluation import open_judge
 from vit2linear.probe import example_pixels
-from vit2linear.recipe import KEEP, Recipe, override
+from vit2linear.recipe import Recipe, override
 from vit2linear.reporting import Reporter
 from vit2linear.resolve import layout_of, resolve
 from vit2linear.sizes import Size
@@ -66,7 +66,7 @@ def evaluate(
         student = opened.model(**{k: v for k, v in spec.model_args.items() if k == "img_size"})
         (reporter or Reporter()).say(spec.notes[-1])
     module = model.load(source, spec).module
-    softmax = {p["site"]["path"]: {"op": "softmax"} for p in record["plan"] if p["op"] != KEEP}
+    softmax = {path: {"op": "softmax"} for path in opened.model_args["operators"]}
     same_images = data is None or data == record["data"]["path"]
     judge = open_judge(
         data or record["data"]["path"],

@@ -108,16 +108,11 @@ def _is_text_or_none(value: Any) -> bool:
     return value is None or isinstance(value, str)
 
 
-def _is_plan(value: Any) -> bool:
-    return isinstance(value, list) and all(_is_text(_at(s, "op")) and _is_text(_at(s, "site.path")) for s in value)
-
-
 _REPORT: dict[str, Callable[[Any], bool]] = {
     "source.name": _is_text,
     **dict.fromkeys(("source.repo", "source.commit", "source.arch", "source.weights_sha256"), _is_text_or_none),
     "data.path": _is_text,
     "data.held_out": _is_text_or_none,
     "data.ignore_labels": lambda value: isinstance(value, bool),
-    "plan": _is_plan,
 }
 """Entries of the report that are read back, and whether a value is one."""

@@ -69,6 +69,7 @@ def raise_all(problems: list[str], where: str) -> None:
 def _build(kind: Any, value: Any, default: Any, where: str, problems: list[str]) -> Any:
     """``value`` as ``kind``; missing fields come from ``default``; what is wrong is appended to ``problems``."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
+    before = len(problems)
     if dataclasses.is_dataclass(kind):
         if type(value) is kind:
             return value
@@ -91,10 +92,12 @@ def _build(kind: Any, value: Any, default: Any, where: str, problems: list[str])
     elif origin is tuple:
         if isinstance(value, list | tuple):
             empty: Any = args[0]() if isinstance(args[0], type) and dataclasses.is_dataclass(args[0]) else None
-            return tuple(_build(args[0], v, empty, f"{where}.{i}", problems) for i, v in enumerate(value))
+            items = tuple(_build(args[0], v, empty, f"{where}.{i}", problems) for i, v in enumerate(value))
+            return items if len(problems) == before else default
     elif origin is dict:
         if isinstance(value, dict):
-            return {k: _build(args[1], v, None, f"{where}.{k}", problems) for k, v in value.items()}
+            table = {k: _build(args[1], v, None, f"{where}.{k}", problems) for k, v in value.items()}
+            return table if len(problems) == before else default
     elif kind is Any:
         return value
     elif isinstance(value, int) and not isinstance(value, bool) and not -(2**63) <= value < 2**63:
