@@ -13,7 +13,7 @@ PACKAGE = Path(vit2linear.__file__).parent
 # Later layers may import earlier ones, and their own; ops, sites and sources never import each other.
 LAYERS = [
     {"errors"},
-    {"strict", "sizes", "registry", "reporting", "hub", "entry", "durable", "interrupt"},
+    {"strict", "jsonfile", "sizes", "registry", "reporting", "hub", "entry", "durable", "interrupt"},
     {"recipe"},
     {"context", "heads"},
     {"modifiers"},
@@ -27,6 +27,7 @@ LAYERS = [
     {"distill"},
     {"calibration", "headless", "significance"},
     {"catalogue", "compare", "evaluation", "bench", "training_cost", "hybrid"},
+    {"stored"},
     {"artifact", "card", "plots", "journal", "run_folder"},
     {"prepare"},
     {"moments"},

@@ -19,7 +19,7 @@ from vit2linear.errors import ArtifactError
 from vit2linear.evaluation import ImageRequest, open_judge
 from vit2linear.images import ImageOptions
 from vit2linear.probe import example_pixels
-from vit2linear.recipe import KEEP, Recipe, override
+from vit2linear.recipe import Recipe, override
 from vit2linear.reporting import Reporter
 from vit2linear.resolve import layout_of, resolve
 from vit2linear.sizes import Size
@@ -76,7 +76,7 @@ def evaluate(
         student = opened.model(**{k: v for k, v in spec.model_args.items() if k == "img_size"})
         reporter.say(spec.notes[-1])
     module = model.load(source, spec).module
-    softmax = {p["site"]["path"]: {"op": "softmax"} for p in record["plan"] if p["op"] != KEEP}
+    softmax = {path: {"op": "softmax"} for path in opened.model_args["operators"]}
     num_classes, labels = int(student.num_classes), spec.pretrained_cfg.get("label_names")  # type: ignore[arg-type]
     judge = open_judge(
         _images(

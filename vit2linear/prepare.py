@@ -100,7 +100,8 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
     )
     width = max(s.site.geometry.width for s in plan.sites)  # that of the last stage, where there are stages
     recipe = dataclasses.replace(recipe, distill=recipe.distill.at_width(width))
-    artifact.check_output(Path(str(recipe.output.dir)), overwrite)
+    reads = [path for path in (ref.folder, Path(str(recipe.data.path))) if path is not None and str(path) != DEMO]
+    artifact.check_output(Path(str(recipe.output.dir)), overwrite, reads)
     data_config = resolve_model_data_config(skeleton)
     data_config["input_size"] = model.input_size(skeleton)
     parameters = sum(p.numel() for p in skeleton.parameters())

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from vit2linear.errors import RecipeError, Vit2LinearError
 from vit2linear.registry import Registry
-from vit2linear.strict import build, raise_all
+from vit2linear.strict import build, malformed, raise_all
 
 KEEP = "keep"
 """Reserved operator name in a rule: leave the site as it is."""
@@ -242,7 +242,7 @@ class Recipe:
             problems.append(f"source.img_size: {list(sides)} is not a side, or height and width")
         ranges = [
             ("keep_softmax", self.keep_softmax, 0, None),
-            ("source.img_size", min(sides, default=0) if isinstance(sides, tuple) else sides, 1, None),
+            *(("source.img_size", side, 1, 16_384) for side in (sides if isinstance(sides, tuple) else [sides])),
             ("distill.steps", d.steps, 0, None),
             ("distill.batch_size", d.batch_size, 1, None),
             ("distill.grad_accum_steps", d.grad_accum_steps, 1, None),
@@ -301,9 +301,13 @@ def read_recipe(path: str | Path) -> Recipe:
 def parse_recipe(text: str, where: str = "recipe") -> Recipe:
     """The recipe in a TOML text; every unknown key and wrong type is reported together."""
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        table = tomllib.loads(text.removeprefix("\ufeff"))  # the byte order mark of some editors
+    except ValueError as error:  # TOMLDecodeError, and numbers of more digits than Python reads
         raise RecipeError(f"{where}: not valid TOML: {error}.") from error
+    except RecursionError:
+        raise RecipeError(f"{where}: not valid TOML: nested without end.") from None
+    if (problem := malformed(table)) is not None:
+        raise RecipeError(f"{where}: {problem}.")
     return build(Recipe, table, Recipe(), where)
 
 
