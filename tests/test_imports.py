@@ -25,7 +25,7 @@ LAYERS = [
     {"surgery", "model", "probe", "mimetic"},
     {"initial", "images", "classes", "class_map", "views", "bad_images", "samples", "data", "audit", "devices"},
     {"distill"},
-    {"calibration", "headless", "significance"},
+    {"calibration", "headless", "significance", "routing"},
     {"catalogue", "compare", "evaluation", "bench", "training_cost", "hybrid"},
     {"stored"},
     {"artifact", "card", "plots", "journal", "run_folder"},
