@@ -29,7 +29,7 @@ LAYERS = [
     {"catalogue", "compare", "evaluation", "bench", "training_cost", "hybrid"},
     {"stored"},
     {"evidence"},
-    {"artifact", "card", "plots", "pictures", "journal", "run_folder"},
+    {"artifact", "card", "plots", "pictures", "page", "journal", "run_folder"},
     {"prepare"},
     {"moments"},
     {"pipeline", "finished", "inspection"},
