@@ -254,9 +254,7 @@ def test_changed_settings_are_named_one_by_one(interrupted: Recipe, cli: Run) ->
     assert checkpoints(interrupted) == before, "nothing is lost"
 
 
-def test_other_weights_under_the_same_name_are_refused(
-    short: Path, checkpoint: Path, class_folders: Path, tmp_path: Path
-) -> None:
+def test_other_weights_under_the_same_name_are_refused(checkpoint: Path, class_folders: Path, tmp_path: Path) -> None:
     source = shutil.copytree(checkpoint, tmp_path / "tiny")
     recipe = request(source, class_folders, tmp_path / "out")
     interrupt(recipe, "attention 1")
@@ -266,10 +264,19 @@ def test_other_weights_under_the_same_name_are_refused(
         convert(recipe, resume=True)
 
 
+def test_more_or_fewer_images_are_refused(class_folders: Path, interrupted: Recipe, tmp_path: Path) -> None:
+    """They would come in another order."""
+    images = shutil.copytree(class_folders, tmp_path / "images")
+    recipe = override(interrupted, data__path=str(images), output__dir=str(tmp_path / "other"))
+    interrupt(recipe, "attention 1")
+    next((images / "train" / "dog").iterdir()).unlink()
+    with pytest.raises(RecipeError, match=r"images of .*images was 36 and is 35"):
+        convert(recipe, resume=True)
+
+
 def test_what_changes_no_weight_may_change(short: Path, interrupted: Recipe) -> None:
     free = {"data__workers": 1, "output__license": "mit", "run__checkpoint_every": 1}
-    artifact = convert(override(interrupted, **free), resume=True)
-    assert artifact.report["source"]["license"] == "mit"
+    convert(override(interrupted, **free), resume=True)
     weights = [(folder / "model.safetensors").read_bytes() for folder in (short / "whole", output_of(interrupted))]
     assert weights[0] == weights[1]
 
@@ -395,16 +402,14 @@ def test_softmax_that_is_kept_is_measured_once(checkpoint: Path, class_folders: 
     convert(whole)
     recipe = override(whole, output__dir=str(tmp_path / "out"))
     heard = interrupt(recipe, "attention 1")
-    assert [event for event in heard if event.endswith("it keeps the softmax")] == [] and any(
-        event.startswith("converting blocks") for event in heard
-    )
-    moved = override(recipe, output__dir=str(tmp_path / "elsewhere" / "out"), output__license="mit")
+    assert any(event.startswith("converting blocks") for event in heard)
+    moved = override(recipe, output__dir=str(tmp_path / "elsewhere" / "out"))
     (tmp_path / "elsewhere").mkdir()
     run_folder(recipe).rename(run_folder(moved))
     scissors = Scissors()
     artifact = convert(moved, resume=True, reporter=scissors)
     assert not any(event.startswith("converting blocks") for event in scissors.heard)
-    assert artifact.folder == tmp_path / "elsewhere" / "out" and artifact.report["source"]["license"] == "mit"
+    assert artifact.folder == tmp_path / "elsewhere" / "out"
     assert artifact.report["keep_softmax"] == open_artifact(str(tmp_path / "whole")).report["keep_softmax"]
     weights = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path / "whole", artifact.folder)]
     assert weights[0] == weights[1]

@@ -31,7 +31,7 @@ from vit2linear.prepare import Prepared, prepare
 from vit2linear.probe import plan_to_json
 from vit2linear.recipe import Recipe, parse_recipe, to_toml
 from vit2linear.reporting import Reporter
-from vit2linear.run_folder import RunFolder, open_run
+from vit2linear.run_folder import RunFolder, clear_leftovers, open_run
 from vit2linear.surgery import apply_plan
 
 
@@ -62,7 +62,7 @@ def convert(
     with interrupts.installed():
         prepared = prepare(recipe, overwrite or resume)
         if resume and not overwrite and artifact.is_artifact(prepared.output):
-            return _finished(prepared, reporter or Reporter())
+            return _finished(prepared, ignore_labels, reporter or Reporter())
         accelerator = accelerator_for(prepared.recipe)
         main = accelerator.is_main_process
         options = prepared.recipe.distill
@@ -93,6 +93,10 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
         reporter.say(note)
     recipe, plan = prepared.recipe, prepared.plan
     judge = _judge(prepared, accelerator.device, ignore_labels, reporter)
+    images = judge.bad.total
+    if begun is not None:
+        counted = f"images of {recipe.data.path}"
+        refuse_changes({counted: begun.journal.images}, {counted: images})
     learns = [name for name, stage in recipe.distill.stages.items() if stage.share and "labels" in stage.losses]
     if recipe.distill.steps and learns and judge.class_map is None:
         raise DataError(
@@ -102,12 +106,14 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
         )
     set_seed(recipe.run.seed)
     loaded = model.load(prepared.ref, prepared.spec)
-    journal = begun.journal if begun is not None else Journal(settings, to_toml(recipe))
+    journal = begun.journal if begun is not None else Journal(settings, to_toml(recipe), images)
     if recipe.keep_softmax:
         if begun is None:
             recipe, kept = hybrid.keep_costliest(loaded.module, recipe, plan, judge, reporter)
-            journal = Journal(settings, to_toml(recipe), dataclasses.asdict(kept))
-        prepared = prepared.replanned(parse_recipe(journal.recipe))
+            journal = Journal(settings, to_toml(recipe), images, dataclasses.asdict(kept))
+        # The rest may be other than when the run began, where it changes no weight.
+        rules = parse_recipe(journal.recipe).convert
+        prepared = prepared.replanned(dataclasses.replace(recipe, keep_softmax=0, convert=rules))
         recipe, plan = prepared.recipe, prepared.plan
     judge.bad.found.update(journal.bad)
     journal.bad = judge.bad.found
@@ -157,18 +163,27 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
     return run.write(prepared.output, student, prepared.data_config, to_toml(portable), record, text)
 
 
-def _finished(prepared: Prepared, reporter: Reporter) -> Artifact:
+def _finished(prepared: Prepared, ignore_labels: bool, reporter: Reporter) -> Artifact:
     """What an earlier run of the same request has written.
 
     Raises:
         RecipeError: it was another request.
     """
-    there = artifact.open_artifact(str(prepared.output))
-    before = settings_of(there.recipe)
-    now = settings_of(prepared.recipe)
-    if prepared.recipe.keep_softmax:  # which the written recipe has as rules
-        before, now = ({k: v for k, v in s.items() if not k.startswith(("convert", "keep"))} for s in (before, now))
-    refuse_changes(before, now)
+    there, recipe, source = artifact.open_artifact(str(prepared.output)), prepared.recipe, prepared.ref.record()
+    written, labels = there.recipe, there.report["data"]["ignore_labels"]
+    if recipe.keep_softmax:  # which the written recipe has as rules
+        kept = (there.report["keep_softmax"] or {}).get("kept", [])
+        written = dataclasses.replace(written, keep_softmax=len(kept))
+        if len(kept) == recipe.keep_softmax:
+            rules = hybrid.keeping(recipe, prepared.plan, kept).convert
+            recipe = dataclasses.replace(recipe, convert=rules)
+    refuse_changes(
+        settings_of(written, source={k: there.report["source"].get(k) for k in source}, ignore_labels=labels),
+        settings_of(recipe, source=source, ignore_labels=ignore_labels),
+        "What is there is finished: choose another --output, or replace it at the end with --overwrite, and with "
+        "--resume --overwrite if a run that was to replace it was interrupted.",
+    )
+    clear_leftovers(prepared.output)
     reporter.say(f"{str(prepared.output)!r} is finished; nothing is left to resume.")
     return there
 
