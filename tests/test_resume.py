@@ -197,6 +197,24 @@ def test_resume_and_overwrite(there: str, flags: int, short: Path, recipe: Recip
         assert first == (wanted in (REFUSED, STAYS))
 
 
+@pytest.mark.parametrize("renames", [1, 2])
+def test_killed_between_the_renames_that_replace_an_artifact(renames: int, short: Path, interrupted: Recipe) -> None:
+    """What was there comes back, or makes room."""
+    output, run = output_of(interrupted), run_folder(interrupted)
+    shutil.copytree(short / "whole", run / "replaced")
+    (run / "replaced" / "README.md").write_text("the first one\n")
+    if renames == 2:
+        shutil.copytree(short / "whole", output)
+    with pytest.raises(ArtifactError, match="exists"):
+        convert(interrupted)
+    assert ((output / "README.md").read_text() == "the first one\n") == (renames == 1)
+    assert (run / "replaced").exists() == (renames == 2)
+    convert(interrupted, resume=True, overwrite=True)
+    assert_same(short / "whole", output)
+    assert (output / "README.md").read_text() != "the first one\n"
+    assert [p.name for p in output.parent.iterdir()] == ["out"]
+
+
 def leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted names of all that a recipe states, with another value each."""
     for field in dataclasses.fields(value):

@@ -57,8 +57,9 @@ def _flush(path: Path) -> None:
 def space_words(needed: int, folder: Path) -> str:
     """How many bytes were wanted, and how many the disk of ``folder`` has left."""
     there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
-    return f"It takes {_mib(needed)}, and {_mib(shutil.disk_usage(there).free)} are free on the disk of {str(there)!r}."
+    free = shutil.disk_usage(there).free
+    return f"It takes {_words(needed)}, and {_words(free)} are free on the disk of {str(there)!r}."
 
 
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"
+def _words(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB" if size > 2**19 else f"{size / 2**10:,.1f} KiB"

@@ -92,7 +92,7 @@ class RunFolder:
             with self.metrics.open("a", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:
-            raise self._full(str(self.metrics), len(text), error) from error
+            raise self._full(repr(str(self.metrics)), len(text), error) from error
 
     def forget_after(self, moment: int, step: int) -> None:
         """Drop the metrics of steps that will be taken again.
@@ -115,7 +115,7 @@ class RunFolder:
             aside.write_text("".join(kept), "utf-8")
             aside.replace(self.metrics)
         except OSError as error:
-            raise self._full(str(self.metrics), sum(map(len, kept)), error) from error
+            raise self._full(repr(str(self.metrics)), sum(map(len, kept)), error) from error
 
     def put_back(self, output: Path) -> None:
         """Undo the first of the two renames of ``write``, if the second did not come."""
