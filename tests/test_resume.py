@@ -158,23 +158,29 @@ REPLACES = "starts anew, replaces"
 GOES_ON = "goes on"
 GOES_ON_REPLACES = "goes on, replaces"
 STAYS = "returns it"
-REFUSED = "refused, exit 7"
+REFUSED = "refused"
 SEMANTICS = {
     # what is there: without a flag, --resume, --overwrite, both
     "nothing": (FRESH, FRESH, FRESH, FRESH),
     "an interrupted run": (REFUSED, GOES_ON, ANEW, GOES_ON),
     "a finished artifact": (REFUSED, STAYS, REPLACES, REPLACES),
-    "both": (REFUSED, STAYS, REPLACES, GOES_ON_REPLACES),
+    "both of them": (REFUSED, STAYS, REPLACES, GOES_ON_REPLACES),
 }
+
+
+def test_the_documented_table_is_this_one() -> None:
+    rows = {there: f"| {' | '.join((there, *cells))} |" for there, cells in SEMANTICS.items()}
+    text = (Path(__file__).parents[1] / "docs" / "reliability.md").read_text("utf-8")
+    assert "\n".join(rows.values()) in text
 
 
 @pytest.mark.parametrize("flags", range(4), ids=["none", "resume", "overwrite", "resume-overwrite"])
 @pytest.mark.parametrize("there", SEMANTICS)
 def test_resume_and_overwrite(there: str, flags: int, short: Path, recipe: Recipe) -> None:
     output, wanted = output_of(recipe), SEMANTICS[there][flags]
-    if there in ("an interrupted run", "both"):
+    if there in ("an interrupted run", "both of them"):
         shutil.copytree(short / "cut.run", run_folder(recipe))
-    if there in ("a finished artifact", "both"):
+    if there in ("a finished artifact", "both of them"):
         shutil.copytree(short / "whole", output)
         (output / "README.md").write_text("the first one\n")
     scissors, before = Scissors(), checkpoints(recipe)
@@ -342,8 +348,15 @@ def test_metrics_that_were_cut_in_the_middle_of_a_line_are_mended(short: Path, i
     assert_same(short / "whole", output_of(interrupted))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(("event", "times", "kept"), [("attention 1", 1, 1), ("attention 1", 2, 1), ("before", 1, 0)])
+@pytest.mark.parametrize(
+    ("event", "times", "kept", "number"),
+    [
+        ("attention 1", 1, 1, signal.SIGINT),
+        ("attention 1", 1, 1, signal.SIGTERM),
+        ("attention 1", 2, 1, signal.SIGINT),
+        ("before training", 1, 0, signal.SIGTERM),
+    ],
+)
 def test_a_signal_ends_a_run_with_a_checkpoint(
     event: str, times: int, kept: int, number: signal.Signals, short: Path, recipe: Recipe
 ) -> None:
@@ -355,7 +368,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(
                 signal.raise_signal(number)
 
     before = signal.getsignal(number)
-    scissors = Signalled(event if event != "before" else "before training")
+    scissors = Signalled(event)
     with pytest.raises(StoppedError, match=f"stopped by {number.name}.*--resume") as stopped:
         convert(recipe, reporter=scissors)
     assert stopped.value.exit_code == 128 + number and scissors.heard[-1] == scissors.event

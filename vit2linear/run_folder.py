@@ -115,6 +115,7 @@ class RunFolder:
             aside.write_text("".join(kept), "utf-8")
             aside.replace(self.metrics)
         except OSError as error:
+            aside.unlink(missing_ok=True)
             raise self._full(repr(str(self.metrics)), sum(map(len, kept)), error) from error
 
     def put_back(self, output: Path) -> None:
