@@ -99,6 +99,7 @@ def finish(recipe: Recipe, start: Start, whole: Path, *flags: str) -> None:
     assert [p.name for p in output_of(recipe).parent.iterdir()] == ["out"], "nothing else is left"
 
 
+@pytest.mark.timeout(900)
 def test_sigkill_at_random_instants(recipe: Recipe, start: Start, whole: Path) -> None:
     """A run that ends before it is killed is compared, and the next one begins."""
     seed = random.SystemRandom().randrange(2**32)
