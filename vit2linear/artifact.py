@@ -6,6 +6,7 @@ It is written aside, reloaded through timm and compared, and only then renamed.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,15 @@ from torch import nn
 from vit2linear import hub
 from vit2linear.durable import written_aside
 from vit2linear.errors import ArtifactError, SourceError
+from vit2linear.licence import LICENSE, NOTICE
+from vit2linear.plots import SITES, SPEED
 from vit2linear.recipe import Recipe, read_recipe
 
 WEIGHTS, CONFIG, RECIPE, REPORT, CARD = "model.safetensors", "config.json", "recipe.toml", "report.json", "README.md"
 METRICS = "metrics.jsonl"
-FILES = [WEIGHTS, CONFIG, RECIPE, REPORT, CARD, METRICS]
-"""All that an artifact consists of, and all that is ever uploaded. Without training there are no metrics."""
+FILES = [WEIGHTS, CONFIG, RECIPE, REPORT, CARD, METRICS, SPEED, SITES, LICENSE, NOTICE]
+"""All that an artifact consists of, and all that is ever uploaded. Metrics are there only after training, ``speed.png``
+only where more than one size was measured, and the licence's files only where the source has them."""
 LABELS = ("label_names", "label_descriptions")
 
 
@@ -86,7 +90,13 @@ def check_output(folder: Path, overwrite: bool) -> None:
 
 
 def write(
-    folder: Path, student: nn.Module, data_config: dict[str, Any], recipe: str, report: dict[str, Any], card: str
+    folder: Path,
+    student: nn.Module,
+    data_config: dict[str, Any],
+    recipe: str,
+    report: dict[str, Any],
+    card: str,
+    others: Mapping[str, bytes],
 ) -> None:
     """Write a complete artifact and prove that it reloads to the same outputs.
 
@@ -95,6 +105,7 @@ def write(
         student: the converted model, on any device, in eval mode.
         data_config: timm's preprocessing for it.
         recipe, report, card: the contents of the other files.
+        others: pictures and licence, file name to contents.
 
     Raises:
         ArtifactError: the reloaded model differs.
@@ -114,6 +125,8 @@ def write(
         (aside / RECIPE).write_text(recipe, "utf-8")
         (aside / REPORT).write_text(json.dumps(report, indent=2) + "\n", "utf-8")
         (aside / CARD).write_text(card, "utf-8")
+        for name, contents in others.items():
+            (aside / name).write_bytes(contents)
         _compare(student, aside, data_config["input_size"])
 
 

@@ -14,23 +14,28 @@ from importlib.metadata import version
 
 import torch
 from accelerate.utils import gather_object, set_seed
+from torch import nn
 
 import vit2linear
-from vit2linear import artifact, card, hybrid, model
+from vit2linear import artifact, hybrid, licence, model, plots
 from vit2linear.artifact import Artifact
 from vit2linear.audit import audit
+from vit2linear.card.card import render
 from vit2linear.devices import accelerator_for
 from vit2linear.errors import DataError, NotFiniteError, RecipeError, StoppedError
 from vit2linear.evaluation import Judge, open_judge
+from vit2linear.images import ImageStream
 from vit2linear.initial import drawn_weights, start_words
 from vit2linear.interrupt import Interrupts
 from vit2linear.journal import Journal, refuse_changes, settings_of
 from vit2linear.moments import Course, moments_of
+from vit2linear.plan import plan_notes
 from vit2linear.prepare import Prepared, prepare
 from vit2linear.probe import plan_to_json
 from vit2linear.recipe import Recipe, parse_recipe, to_toml
 from vit2linear.reporting import Reporter
 from vit2linear.run_folder import RunFolder, open_run
+from vit2linear.speed import Speed, job_of, measure_speed
 from vit2linear.surgery import apply_plan
 
 
@@ -99,6 +104,7 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
         )
     set_seed(recipe.run.seed)
     loaded = model.load(prepared.ref, prepared.spec)
+    others = licence.fetch(prepared.ref, prepared.licence) if run is not None else {}
     journal = begun.journal if begun is not None else Journal(settings, to_toml(recipe))
     if recipe.keep_softmax:
         if begun is None:
@@ -120,9 +126,9 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
     if run is None or report is None:
         return Artifact(f"local-dir:{prepared.output}", {}, prepared.output)
     audited = audit(source, student, plan, trained=bool(journal.stages or journal.calibration), drawn=drawn)
-    licence = card.license_of(prepared.ref, prepared.spec.pretrained_cfg, recipe.output.license)
-    if licence.get("license_name") == "unknown":
-        reporter.say("The source states no licence, so the card says 'unknown'; state it with --license.")
+    speed = _speed(prepared, teacher, student, accelerator.device, journal) if recipe.output.bench else None
+    if speed is not None:
+        reporter.say(speed.summary)
     if judge.bad.summary:
         reporter.say(judge.bad.summary)
     bad = {"count": len(judge.bad.found), "images": judge.bad.found}
@@ -135,9 +141,19 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
             **prepared.ref.record(),
             "architecture": prepared.spec.architecture,
             "dtype": loaded.spec.dtype,
-            **licence,
+            "gated": prepared.ref.repo is not None and prepared.ref.repo.gated,
+            **prepared.licence.fields,
         },
-        "data": {"path": recipe.data.path, "held_out": judge.sets.held_out, "ignore_labels": ignore_labels, "bad": bad},
+        "data": {
+            "path": recipe.data.path,
+            "on_hub": isinstance(judge.sets.train, ImageStream),
+            "held_out": judge.sets.held_out,
+            "ignore_labels": ignore_labels,
+            "bad": bad,
+        },
+        "input_size": prepared.data_config["input_size"],
+        "flops": {"source": prepared.probe.flops_before, "student": prepared.probe.flops},
+        "notes": plan_notes(plan),
         "plan": plan_to_json(plan, prepared.probe),
         "start": {"init": recipe.source.init, "head": recipe.source.head, "words": start},
         "keep_softmax": journal.keep_softmax,
@@ -146,12 +162,21 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
         "stages": journal.stages,
         "history": journal.history,
         "evaluation": dataclasses.asdict(report),
+        "speed": dataclasses.asdict(speed) if speed is not None else None,
     }
     # Where this run wrote its output is nobody else's business, and the recipe is to run again elsewhere.
     portable = dataclasses.replace(recipe, output=dataclasses.replace(recipe.output, dir=None))
-    fitted = [c["images"] for c in journal.calibration.values()]
-    text = card.render(prepared.output.name, prepared.ref, licence, plan, journal.stages, report, start, fitted)
-    return run.write(prepared.output, student, prepared.data_config, to_toml(portable), record, text)
+    text = render(prepared.output.name, record, portable)
+    others |= plots.pictures(record)
+    return run.write(prepared.output, student, prepared.data_config, to_toml(portable), record, text, others)
+
+
+def _speed(prepared: Prepared, teacher: nn.Module, student: nn.Module, device: torch.device, journal: Journal) -> Speed:
+    spec = prepared.spec
+    job = job_of(spec.architecture, spec.model_args, prepared.plan.operators)
+    height, width = prepared.data_config["input_size"][-2:]
+    seconds = sum((stage["seconds"] for stage in journal.stages), 0.0)
+    return measure_speed(teacher, student, job, (height, width), device, seconds)
 
 
 def _finished(prepared: Prepared, reporter: Reporter) -> Artifact:
