@@ -71,6 +71,8 @@ def blank(width: float, height: float) -> Figure:
 
 def _speed(speed: Speed) -> Figure:
     """Images a second of both models, and their ratio, over the image size."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
     figure = blank(_WIDTH, 3.4)
     rates, ratio = figure.subplots(1, 2)
     x = [_side(p.size) for p in speed.points]
@@ -80,18 +82,23 @@ def _speed(speed: Speed) -> Figure:
     ):
         rates.plot(x, values, color=colour, marker=marker, label=name)
     rates.set_yscale("log")
+    rates.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    rates.yaxis.set_major_formatter("{x:g}")
+    rates.yaxis.set_minor_locator(NullLocator())
     rates.legend(frameon=False)
-    values = [p.speedup for p in speed.points]
-    ratio.plot(x, values, color=COLOURS[0], marker="o")
+    off = [[p.speedup - p.spread[0] for p in speed.points], [p.spread[1] - p.speedup for p in speed.points]]
+    ratio.errorbar(x, [p.speedup for p in speed.points], off, color=COLOURS[0], marker="o", capsize=3)
     ratio.axhline(1, color="black", linewidth=1, linestyle="--")
-    ratio.set_ylim(min(0.9, min(values) - 0.1), max(1.1, max(values) + 0.15))
-    for side, value in zip(x, values, strict=True):
-        ratio.annotate(f"{value:.2f}x", (side, value), (0, 7), textcoords="offset points", ha="center")
+    for p in speed.points:
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8}
+        place = (_side(p.size), max(p.speedup, p.spread[1]))
+        ratio.annotate(f"{p.speedup:.2f}x", place, (0, 6), textcoords="offset points", ha="center", bbox=box)
     sizes = [(_side(p.size), show_size(p.size), p.tokens) for p in speed.points]
     _over_sizes(rates, sizes, "images / s")
     _over_sizes(ratio, sizes, "speed over softmax")
     for axis in (rates, ratio):
-        axis.margins(x=0.12)
+        axis.margins(0.15)
+    ratio.set_ylim(bottom=0)
     return figure
 
 

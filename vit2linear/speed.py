@@ -26,7 +26,7 @@ SECONDS = 5.0
 SHARE = 0.01
 LARGER = (2, 4)
 """Sizes beside the model's own, in units of its side."""
-ROUNDS = (3, 9)
+ROUNDS = (5, 15)
 """At least and at most so many rounds of both models, after one that does not count."""
 STUDENT = "this model"
 
@@ -44,6 +44,8 @@ class Point:
     student: float
     speedup: float
     """Student's over the softmax model's, median of the rounds' ratios."""
+    spread: tuple[float, float]
+    """Their quartiles: far apart where something else was running."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Speed:
     """Of the sizes measured, the smallest first."""
 
     device: str
-    """What computed: a GPU's name, or the CPU's architecture and the number of threads."""
+    """What computed: a GPU's name, or the architecture of the CPU and its threads."""
     points: tuple[Point, ...]
 
     @property
@@ -73,7 +75,8 @@ class Speed:
 
 def speed_of_record(record: Mapping[str, Any]) -> Speed:
     """``dataclasses.asdict`` of a ``Speed``, after it was JSON, made a ``Speed`` again."""
-    points = (Point(**{**point, "size": tuple(point["size"])}) for point in record["points"])
+    pairs = ("size", "spread")
+    points = (Point(**{**point, **{key: tuple(point[key]) for key in pairs}}) for point in record["points"])
     return Speed(record["device"], tuple(points))
 
 
@@ -133,7 +136,8 @@ def _measure(models: dict[str, nn.Module], size: Size, device: torch.device, lim
         seconds = interleaved(models, pixels, min(max(rounds, ROUNDS[0]), ROUNDS[1]), warmup=0)
     ratios = [a / b for a, b in zip(seconds[SOFTMAX], seconds[STUDENT], strict=True)]
     softmax, student = (1 / statistics.median(seconds[name]) for name in (SOFTMAX, STUDENT))
-    return Point(size, tokens, softmax, student, statistics.median(ratios)), pair
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return Point(size, tokens, softmax, student, middle, (low, high)), pair
 
 
 def _name_of(device: torch.device) -> str:
@@ -141,4 +145,4 @@ def _name_of(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
         return device.type
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{platform.machine()} CPU (threads: {torch.get_num_threads()})"

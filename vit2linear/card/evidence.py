@@ -59,13 +59,15 @@ def speed(record: Record) -> str:
     found = speed_of_record(record["speed"])
     rows = [
         [show_size(p.size), f"{p.tokens:,}", f"{p.softmax:.2f}", f"{p.student:.2f}", f"{p.speedup:.2f}x"]
+        + [f"{p.spread[0]:.2f}x to {p.spread[1]:.2f}x"]
         for p in found.points
     ]
+    heads = ["px", "tokens", "softmax original, images/s", "this model, images/s", "ratio", "middle half of the rounds"]
     picture = f"![Speed of both models against the image size]({SPEED})\n\n" if len(rows) > 1 else ""
     before, after = (record["flops"][key] / 1e9 for key in ("source", "student"))
     return (
         f"One image at a time in float32 on {found.device}, medians of interleaved rounds.\n\n"
-        f"{table(['px', 'tokens', 'softmax original, images/s', 'this model, images/s', 'ratio'], rows)}\n\n{picture}"
+        f"{table(heads, rows)}\n\n{picture}"
         f"One image of {native(record)} px takes {after:.3g} GFLOPs, {before:.3g} with softmax. Measure on your own "
         "machine, at your own sizes, with `vit2linear bench`."
     )
