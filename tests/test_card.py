@@ -38,7 +38,9 @@ def artifacts(checkpoint: Path, class_folders: Path, tmp_path_factory: pytest.Te
     out = tmp_path_factory.mktemp("cards")
     torch.manual_seed(0)
     args = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "num_classes": 0}
-    save_for_hf(timm.create_model("vit_tiny_patch16_224", **args), out / "source", safe_serialization=True)
+    backbone = timm.create_model("vit_tiny_patch16_224", **args)
+    backbone.pretrained_cfg["license"] = None
+    save_for_hf(backbone, out / "source", safe_serialization=True)
     hybrid = {"convert": (Rule(op="keep", sites="blocks.3.*"), Rule(op="relu", local="dwc3"))}
     return {
         "classifier": made(str(checkpoint), class_folders, out / "classifier", **hybrid),
@@ -61,7 +63,7 @@ def test_front_matter(source: str, artifacts: dict[str, Artifact]) -> None:
     assert {"vit2linear", "linear-attention", "relu", "timm"} == set(meta["tags"])
     task = "image-feature-extraction" if source == "backbone" else "image-classification"
     assert meta["pipeline_tag"] == task
-    assert meta["license"] == {"classifier": "unknown", "backbone": "mit", "demo": "apache-2.0"}[source]
+    assert meta["license"] == ("mit" if source == "backbone" else "apache-2.0")
     assert not {"base_model", "base_model_relation", "datasets"} & set(meta), "paths are no ids of the Hub"
     (model,) = meta["model-index"]
     metrics = {m["name"]: m["value"] for result in model["results"] for m in result["metrics"]}
@@ -108,7 +110,7 @@ def test_snippets_run(
     timms, theirs, own = outputs
     assert timms.isfinite().all() and own.shape == timms.shape
     if source != "backbone":  # there transformers gives the tokens
-        assert torch.equal(timms, theirs)
+        assert torch.allclose(timms, theirs, atol=1e-5)
 
 
 def test_no_paths(artifacts: dict[str, Artifact], class_folders: Path, checkpoint: Path) -> None:
@@ -126,7 +128,7 @@ def test_what_it_says(artifacts: dict[str, Artifact]) -> None:
     for moment in report["history"]:
         assert f"| {moment['moment']} | {moment['images']} | {moment['student']['top1']:.2f} |" in text
     assert "1 attention modules keep the softmax" in text and "](sites.png)" in text
-    assert "it is not known what these weights may be used for" in text
+    assert "That of the original, apache-2.0." in text
     assert "a depthwise 3x3 convolution of the values" in text
     assert "](speed.png)" not in text, "one size is no curve"
     assert "Speed against resolution" not in text_of(artifacts["demo"]) and artifacts["demo"].report["speed"] is None
@@ -158,7 +160,7 @@ def test_speed_at_larger_sizes(
     checkpoint: Path, class_folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(speed, "SECONDS", 60.0)
-    artifact = made(str(checkpoint), class_folders, tmp_path / "a", distill__steps=0)
+    artifact = made(str(checkpoint), class_folders, tmp_path / "a", distill__steps=0, distill__calibration__images=0)
     assert artifact.folder is not None
     points = artifact.report["speed"]["points"]
     assert [p["size"] for p in points] == [[32, 32], [64, 64], [128, 128]]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
 from timm.models import get_pretrained_cfg
 
 from tests.conftest import Run
-from tests.hub_user import User
+from tests.loopback_hub import LoopbackHub
 from vit2linear import convert, hub
 from vit2linear.errors import PublishError, RecipeError
 from vit2linear.licence import HUB_NAMES, Licence, check_push, fetch, of_source, state
@@ -44,7 +45,7 @@ def of_repo(licence: Any = None, name: str | None = None, link: str | None = Non
         ("vit_base_patch16_224.mae", {"license": "cc-by-nc-4.0"}, True),
         ("aimv2_1b_patch14_224.apple_pt", {"license": "apple-ascl"}, False),
         ("fastvit_mci0.apple_mclip", {"license": "apple-amlr"}, True),
-        ("vit_small_patch16_eupe.lvd1689m", {"license": "fair-noncommercial-research-license"}, True),
+        ("vit_small_patch16_dinov3_qkvb.eupe_lvd1689m", {"license": "fair-noncommercial-research-license"}, True),
         (
             "vit_small_patch16_dinov3.lvd1689m",
             {"license": "other", "license_name": "dinov3-license", "license_link": DINOV3},
@@ -89,7 +90,7 @@ def test_a_folders_card_wins_over_timms_record(tmp_path: Path) -> None:
     ref = folder_with(tmp_path, "license: MIT")
     assert of_source(ref, {"license": "apache-2.0"}).fields == {"license": "mit"}
     assert of_source(ref, {}, "mit").fields == {"license": "mit"}
-    with pytest.raises(RecipeError, match="states 'mit'.*'apache-2.0' is another"):
+    with pytest.raises(RecipeError, match=r"states 'mit'.*'apache-2.0' is another"):
         of_source(ref, {}, "apache-2.0")
 
 
@@ -176,28 +177,39 @@ def test_the_dry_run_warns(checkpoint: Path, tmp_path: Path, cli: Run) -> None:
     assert "the source states 'cc-by-nc-nd-4.0'" in " ".join(refused.stderr.split())
 
 
-ASK = """
-import dataclasses, json, sys
-from vit2linear.licence import fetch, of_source
-from vit2linear.resolve import resolve
-ref = resolve(sys.argv[1])
-found = of_source(ref, {})
-texts = {} if ref.repo.gated else {k: v.decode() for k, v in fetch(ref, found).items()}
-print(json.dumps([ref.repo.gated, found.fields, texts]))
-"""
+@pytest.fixture
+def loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LoopbackHub]:
+    """A Hub that this process's client takes for the real one; the client has read its environment long ago."""
+    with LoopbackHub() as found:
+        template = f"{found.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", found.token)
+        yield found
+        close_session()
 
 
-def test_on_the_hub(user: User) -> None:
+def test_on_the_hub(loopback: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gated repository and a custom licence; then the same from the cache alone."""
     card = b"---\nlicense: other\nlicense_name: lab-terms\nlicense_link: LICENSE\n---\n"
-    user.hub.add_repo("lab/gated", {"README.md": card, "LICENSE": b"terms"}, gated=True)
-    user.hub.add_repo("lab/open", {"README.md": card, "LICENSE": b"terms"})
+    loopback.add_repo("lab/gated", {"README.md": card, "LICENSE": b"terms"}, gated=True)
+    loopback.add_repo("lab/open", {"README.md": card, "LICENSE": b"terms"})
     fields = {"license": "other", "license_name": "lab-terms", "license_link": "LICENSE"}
-    ask = [sys.executable, "-c", ASK]
-    assert json.loads(user.execute([*ask, "lab/gated"]).stdout) == [True, fields, {}]
-    assert json.loads(user.execute([*ask, "lab/open"]).stdout) == [False, fields, {"LICENSE": "terms"}]
-    offline = user.execute([*ask, "lab/open"], HF_HUB_OFFLINE="1").stdout
-    assert json.loads(offline) == [None, fields, {"LICENSE": "terms"}]
+    gated, public = resolve("lab/gated"), resolve("lab/open")
+    assert gated.repo is not None and gated.repo.gated is True and of_source(gated, {}).fields == fields
+    assert public.repo is not None and public.repo.gated is False
+    found = of_source(public, {})
+    assert found.fields == fields and not [r for r in loopback.requests if "/resolve/" in r.path], "nothing is fetched"
+    assert fetch(public, found) == {"LICENSE": b"terms"}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    close_session()
+    asked = len(loopback.requests)
+    again = resolve("lab/open")
+    assert again.repo is not None and again.repo.gated is None, "nobody knows"
+    assert of_source(again, {}).fields == fields and fetch(again, found) == {"LICENSE": b"terms"}
+    assert len(loopback.requests) == asked
 
 
 def test_the_demo_states_its_licence() -> None:

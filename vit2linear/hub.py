@@ -32,7 +32,7 @@ class RepoInfo:
 
     repo: str
     commit: str
-    license: str | None = None
+    license: str | list[str] | None = None
     license_name: str | None = None
     license_link: str | None = None
     files: tuple[str, ...] = ()

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import metadata_load
-from yaml import YAMLError  # type: ignore[import-untyped]
 
 from vit2linear.errors import PublishError, RecipeError
 from vit2linear.sources.base import ModelRef
@@ -126,7 +125,7 @@ def state(fields: dict[str, Any], given: str) -> dict[str, Any]:
     if own != [said]:
         raise RecipeError(
             f"--license: the source states {words(fields)!r}, and converted weights keep it; {given!r} is another.",
-            "Leave --license out.",
+            "Leave --license out; where the source is wrong about itself, correct its card.",
         )
     return {k: fields[k] for k in ("license", "license_name", "license_link") if k in fields}
 
@@ -202,7 +201,7 @@ def _card(ref: ModelRef) -> dict[str, Any]:
     path = ref.file("README.md") if "README.md" in ref.filenames else None
     try:
         found = metadata_load(path) if path is not None else None
-    except (ValueError, YAMLError):  # a README of something else
+    except Exception:  # a README of something else: errors of the YAML parser, whose package is not ours to name
         return {}
     return {key: found[key] for key in keys if key in found} if found else {}
 

@@ -23,8 +23,8 @@ from vit2linear.audit import audit
 from vit2linear.card.card import render
 from vit2linear.devices import accelerator_for
 from vit2linear.errors import DataError, NotFiniteError, RecipeError, StoppedError
-from vit2linear.evaluation import Judge, open_judge
-from vit2linear.images import ImageStream
+from vit2linear.evaluation import ImageRequest, Judge, open_judge
+from vit2linear.images import ImageOptions, on_hub
 from vit2linear.initial import drawn_weights, start_words
 from vit2linear.interrupt import Interrupts
 from vit2linear.journal import Journal, refuse_changes, settings_of
@@ -87,7 +87,8 @@ def convert(
 
 def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_labels: bool) -> Artifact:
     reporter, accelerator = course.reporter, course.accelerator
-    settings = settings_of(prepared.recipe, source=prepared.ref.record(), ignore_labels=ignore_labels)
+    more = {"source": prepared.ref.record(), "ignore_labels": ignore_labels, "class_map": prepared.class_map}
+    settings = settings_of(prepared.recipe, **more)
     begun = course.begun()
     if begun is not None:
         refuse_changes(begun.journal.settings, settings)
@@ -95,12 +96,13 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
     for note in prepared.notes:
         reporter.say(note)
     recipe, plan = prepared.recipe, prepared.plan
-    judge = _judge(prepared, accelerator.device, ignore_labels)
+    judge = _judge(prepared, accelerator.device, ignore_labels, reporter)
     learns = [name for name, stage in recipe.distill.stages.items() if stage.share and "labels" in stage.losses]
     if recipe.distill.steps and learns and judge.class_map is None:
         raise DataError(
-            f"{recipe.data.path} has no classes of the model, which the loss 'labels' of stage {learns[0]!r} learns.",
-            "Give labelled images of the model's classes, or leave the loss out.",
+            f"{judge.sets.validation.name} has no classes of the model, which the loss 'labels' of stage {learns[0]!r} "
+            "learns.",
+            "Give labelled images of the model's classes, name them with --class-map, or leave the loss out.",
         )
     set_seed(recipe.run.seed)
     loaded = model.load(prepared.ref, prepared.spec)
@@ -132,6 +134,7 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
     if judge.bad.summary:
         reporter.say(judge.bad.summary)
     bad = {"count": len(judge.bad.found), "images": judge.bad.found}
+    paths = [recipe.data.path] if isinstance(recipe.data.path, str) else [*(recipe.data.path or ())]
     start = start_words(recipe.source, not prepared.num_classes)
     record = {
         "format": 1,
@@ -144,13 +147,7 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
             "gated": prepared.ref.repo is not None and prepared.ref.repo.gated,
             **prepared.licence.fields,
         },
-        "data": {
-            "path": recipe.data.path,
-            "on_hub": isinstance(judge.sets.train, ImageStream),
-            "held_out": judge.sets.held_out,
-            "ignore_labels": ignore_labels,
-            "bad": bad,
-        },
+        "data": {**judge.record, "on_hub": [path for path in paths if on_hub(path)], "bad": bad},
         "input_size": prepared.data_config["input_size"],
         "flops": {"source": prepared.probe.flops_before, "student": prepared.probe.flops},
         "notes": plan_notes(plan),
@@ -195,18 +192,19 @@ def _finished(prepared: Prepared, reporter: Reporter) -> Artifact:
     return there
 
 
-def _judge(prepared: Prepared, device: torch.device, ignore_labels: bool) -> Judge:
+def _judge(prepared: Prepared, device: torch.device, ignore_labels: bool, reporter: Reporter) -> Judge:
     recipe, cfg = prepared.recipe, prepared.spec.pretrained_cfg
+    data = recipe.data
+    options = ImageOptions(data.split, data.val_split, ignore_labels, data.streaming, recipe.run.seed)
     return open_judge(
-        str(recipe.data.path),
+        ImageRequest(data.path or (), options, prepared.class_map),
         prepared.data_config,
         prepared.num_classes,
         cfg.get("label_names"),
-        ignore_labels=ignore_labels,
         batch_size=recipe.distill.batch_size,
         workers=recipe.data.workers,
         limit=recipe.data.eval_samples,
         device=device,
-        seed=recipe.run.seed,
         max_bad=recipe.data.max_bad,
+        reporter=reporter,
     )

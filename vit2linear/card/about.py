@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from vit2linear.card.markdown import Record, bullets, images, last_name, table
+from vit2linear.card.markdown import Record, bullets, images, last_name, paths, table
 from vit2linear.distill.stages import split_steps
 from vit2linear.licence import names, words
 from vit2linear.modifiers import Modifiers
@@ -124,12 +124,11 @@ def settings(record: Record, recipe: Recipe) -> str:
 def data(record: Record) -> str:
     """What it was distilled on and judged by."""
     used = record["data"]
-    name = (
-        f"[{used['path']}](https://huggingface.co/datasets/{used['path']})"
-        if used["on_hub"]
-        else f"`{last_name(used['path'])}`"
-    )
-    parts = [f"Images for {_purpose(record)} are of {name}; {images(record)} judged the result."]
+    sets = [
+        f"[{path}](https://huggingface.co/datasets/{path})" if path in used["on_hub"] else f"`{last_name(path)}`"
+        for path in paths(record)
+    ]
+    parts = [f"Images for {_purpose(record)} are of {' and '.join(sets)}; {images(record)} judged the result."]
     if used["held_out"]:
         parts.append("The images that judged, 5% by their content, were used for nothing else.")
     if used["bad"]["count"]:

@@ -52,7 +52,7 @@ def front_matter(name: str, record: Record) -> ModelCardData:
         tags=["vit2linear", "linear-attention", *operators, "timm"],
         base_model=source.get("repo"),
         base_model_relation="finetune" if source.get("repo") else None,
-        datasets=[record["data"]["path"]] if record["data"]["on_hub"] else None,
+        datasets=record["data"]["on_hub"] or None,
         metrics=["accuracy"] if results else None,
         model_name=name if results else None,
         eval_results=results or None,
@@ -65,11 +65,11 @@ def _task(record: Record) -> str:
 
 def _results(record: Record) -> list[EvalResult]:
     """Accuracies of the student as shares, in Python's own numbers: others would become tags of Python objects."""
-    student, data = record["evaluation"]["student"], record["data"]
+    student, ids = record["evaluation"]["student"], record["data"]["on_hub"]
     return [
         EvalResult(
             task_type=_task(record),
-            dataset_type=data["path"] if data["on_hub"] else "imagefolder",
+            dataset_type=ids[0] if len(ids) == 1 else "imagefolder",
             dataset_name=images(record),
             metric_type="accuracy",
             metric_name=title,

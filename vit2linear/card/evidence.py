@@ -5,9 +5,11 @@ from __future__ import annotations
 from vit2linear.card.markdown import Record, bullets, images, native, table
 from vit2linear.plots import SITES, SPEED
 from vit2linear.recipe import KEEP
+from vit2linear.significance import Difference
 from vit2linear.sizes import show_size
 from vit2linear.speed import speed_of_record
 
+_LISTED = 5
 SCORES = {"top1": "top-1, %", "top5": "top-5, %", "knn": "10-NN, %", "probe": "ridge probe, %"}
 SAME = {
     "agreement": ("same first class, %", ".2f"),
@@ -58,8 +60,13 @@ def speed(record: Record) -> str:
         return ""
     found = speed_of_record(record["speed"])
     rows = [
-        [show_size(p.size), f"{p.tokens:,}", f"{p.softmax:.2f}", f"{p.student:.2f}", f"{p.speedup:.2f}x"]
-        + [f"{p.spread[0]:.2f}x to {p.spread[1]:.2f}x"]
+        [
+            show_size(p.size),
+            f"{p.tokens:,}",
+            *(f"{rate:.2f}" for rate in (p.softmax, p.student)),
+            f"{p.speedup:.2f}x",
+            f"{p.spread[0]:.2f}x to {p.spread[1]:.2f}x",
+        ]
         for p in found.points
     ]
     heads = ["px", "tokens", "softmax original, images/s", "this model, images/s", "ratio", "middle half of the rounds"]
@@ -80,14 +87,15 @@ def limits(record: Record) -> str:
     found = []
     if record.get("speed"):
         found.append(_where_faster(record))
-    for key, title in (("top1", "top-1"), ("knn", "10-NN")):
-        if student[key] is not None:
-            points = student[key] - teacher[key]
-            kind = "above" if points >= 0 else "below"
-            found.append(f"{title} is {abs(points):.2f} points {kind} the original's, from one run with one seed.")
-            break
+    if evaluation["difference"] is not None:
+        found.append(f"Top-1 against the original: {Difference(**evaluation['difference']).words}; one run, one seed.")
+    elif student["knn"] is not None:
+        found.append(f"10-NN against the original: {student['knn'] - teacher['knn']:+.2f} points; one run, one seed.")
     else:
         found.append("No accuracy was measured: that two models agree does not say that they are right.")
+    lost = [f"`{c['name']}` {c['teacher']:.1f} to {c['student']:.1f}%" for c in evaluation["lost_classes"][:_LISTED]]
+    if lost:
+        found.append(f"Classes that lost most: {', '.join(lost)}.")
     found.append(
         f"It was evaluated on {images(record)} at {native(record)} px only: not at other sizes, not on other kinds of "
         "images, not for robustness, and not as the backbone of detection or segmentation."

@@ -23,10 +23,18 @@ def bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
+def paths(record: Record) -> list[str]:
+    """The image sets, as the user named them."""
+    path = record["data"]["path"]
+    return [path] if isinstance(path, str) else [*path]
+
+
 def images(record: Record) -> str:
     """The images that judged, without the folders above them."""
-    path, name = record["data"]["path"], str(record["evaluation"]["data"])
-    return name if record["data"]["on_hub"] else name.replace(path, last_name(path))
+    name = str(record["evaluation"]["data"])
+    for path in sorted(paths(record), key=len, reverse=True):
+        name = name if path in record["data"]["on_hub"] else name.replace(path, last_name(path))
+    return name
 
 
 def native(record: Record) -> str:
