@@ -109,7 +109,7 @@ def plot(experiment: Experiment, found: Found, path: Path) -> None:
     """The first metric against the steps: one line for each row, the teacher as a line across."""
     from vit2linear.plots import blank
 
-    figure = blank(7, 4.5)
+    figure = blank(7.0, 4.5)
     axis = figure.subplots()
     metric = SHOWN[experiment.metrics[0]]
     steps: set[int] = set()

@@ -42,7 +42,7 @@ def pictures(record: Mapping[str, Any]) -> dict[str, bytes]:
 def plot_bench(found: list[Measurement], title: str, path: Path) -> None:
     """Speed against softmax, and memory, over the image size."""
     with_memory = all(m.peak_mib is not None for m in found)
-    figure = blank(11 if with_memory else 6, 4.2)
+    figure = blank(11.0 if with_memory else 6.0, 4.2)
     axes = figure.subplots(1, 2 if with_memory else 1, squeeze=False)
     sizes = sorted({(_side((m.size, m.width)), show_size((m.size, m.width)), m.tokens) for m in found})
     for axis, key, label in zip(
