@@ -107,10 +107,10 @@ def render(experiment: Experiment, found: Found) -> str:
 
 def plot(experiment: Experiment, found: Found, path: Path) -> None:
     """The first metric against the steps: one line for each row, the teacher as a line across."""
-    from vit2linear.plots import blank
+    from vit2linear.plots import pyplot
 
-    figure = blank(7.0, 4.5)
-    axis = figure.subplots()
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(7, 4.5))
     metric = SHOWN[experiment.metrics[0]]
     steps: set[int] = set()
     teacher = None
@@ -147,7 +147,9 @@ def plot(experiment: Experiment, found: Found, path: Path) -> None:
     axis.set_ylabel(metric.title)
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False)
+    figure.tight_layout()
     figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
 def _results(experiment: Experiment, docs: Path) -> Found:

@@ -20,7 +20,7 @@ from vit2linear import convert, linearize, speed
 from vit2linear.artifact import Artifact
 from vit2linear.bench import Job
 from vit2linear.card.card import render
-from vit2linear.plots import SPEED, pictures
+from vit2linear.card.drawn import draw
 from vit2linear.recipe import Recipe, Rule, override
 
 SOURCES = ("classifier", "backbone", "demo")
@@ -166,9 +166,9 @@ def test_speed_at_larger_sizes(
     assert [p["size"] for p in points] == [[32, 32], [64, 64], [128, 128]]
     assert [p["tokens"] for p in points] == [17, 65, 257]
     assert all(p["softmax"] > 0 and p["spread"][0] <= p["speedup"] <= p["spread"][1] for p in points)
-    with Image.open(artifact.folder / SPEED) as picture:
+    with Image.open(artifact.folder / "speed.png") as picture:
         assert picture.width >= 800
-    assert set(pictures(artifact.report)) == {"speed.png", "sites.png"}
+    assert set(draw(artifact.report)) == {"speed.png", "sites.png"}
 
 
 def test_what_cannot_be_built_larger_is_measured_at_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:

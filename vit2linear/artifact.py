@@ -24,12 +24,11 @@ from vit2linear.durable import written_aside
 from vit2linear.errors import ArtifactError, SourceError, Vit2LinearError
 from vit2linear.jsonfile import read_object
 from vit2linear.licence import LICENSE, NOTICE
-from vit2linear.plots import SITES, SPEED
 from vit2linear.recipe import Recipe, read_recipe
 from vit2linear.stored import check_model, read_config, read_report
 
 WEIGHTS, CONFIG, RECIPE, REPORT, CARD = "model.safetensors", "config.json", "recipe.toml", "report.json", "README.md"
-METRICS = "metrics.jsonl"
+METRICS, SPEED, SITES = "metrics.jsonl", "speed.png", "sites.png"
 FILES = [WEIGHTS, CONFIG, RECIPE, REPORT, CARD, METRICS, SPEED, SITES, LICENSE, NOTICE]
 """All that an artifact consists of, and all that is ever uploaded. Metrics are there only after training, ``speed.png``
 only where more than one size was measured, and the licence's files only where the source has them."""

@@ -17,10 +17,11 @@ from accelerate.utils import gather_object, set_seed
 from torch import nn
 
 import vit2linear
-from vit2linear import artifact, hybrid, licence, model, plots
+from vit2linear import artifact, hybrid, licence, model
 from vit2linear.artifact import Artifact
 from vit2linear.audit import audit
 from vit2linear.card.card import render
+from vit2linear.card.drawn import draw
 from vit2linear.devices import accelerator_for
 from vit2linear.errors import DataError, NotFiniteError, RecipeError, StoppedError
 from vit2linear.evaluation import ImageRequest, Judge, open_judge
@@ -164,7 +165,7 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
     # Where this run wrote its output is nobody else's business, and the recipe is to run again elsewhere.
     portable = dataclasses.replace(recipe, output=dataclasses.replace(recipe.output, dir=None))
     text = render(prepared.output.name, record, portable)
-    others |= plots.pictures(record)
+    others |= draw(record)
     return run.write(prepared.output, student, prepared.data_config, to_toml(portable), record, text, others)
 
 

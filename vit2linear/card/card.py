@@ -9,7 +9,7 @@ import math
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from vit2linear.card import about, evidence
+from vit2linear.card import about, measured
 from vit2linear.card.markdown import Record, images
 from vit2linear.recipe import KEEP, Recipe
 
@@ -27,9 +27,9 @@ def render(name: str, record: Record, recipe: Recipe, repo: str | None = None) -
     sections = {
         "How to load it": about.loading(record, address),
         "What the conversion gives up": about.losses(record),
-        "What was lost and won": evidence.results(record),
-        "Speed against resolution": evidence.speed(record),
-        "Limits": evidence.limits(record),
+        "What was lost and won": measured.results(record),
+        "Speed against resolution": measured.speed(record),
+        "Limits": measured.limits(record),
         "Recipe": about.settings(record, recipe),
         "Data": about.data(record),
         "Licence": about.licence(record),

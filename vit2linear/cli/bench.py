@@ -92,9 +92,11 @@ def _forwards(
 
     from vit2linear.bench import crossover, measure
     from vit2linear.cli._output import err, out, print_json
-    from vit2linear.plots import plot_bench
+    from vit2linear.plots import plot_bench, pyplot
     from vit2linear.sizes import show_size
 
+    if plot is not None:
+        pyplot()  # before the work, not after it
     found = []
     for size in sizes:
         err.print(f"{job.base} at {show_size(size)} px on {device}", markup=False)

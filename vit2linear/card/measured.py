@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from vit2linear.artifact import SITES, SPEED
 from vit2linear.card.markdown import Record, bullets, images, native, table
-from vit2linear.plots import SITES, SPEED
 from vit2linear.recipe import KEEP
 from vit2linear.significance import Difference
 from vit2linear.sizes import show_size
