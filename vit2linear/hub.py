@@ -32,10 +32,12 @@ class RepoInfo:
 
     repo: str
     commit: str
-    license: str | None = None
+    license: str | list[str] | None = None
     license_name: str | None = None
     license_link: str | None = None
     files: tuple[str, ...] = ()
+    gated: bool | None = None
+    """Whether its terms have to be accepted; ``None`` where the Hub could not be asked."""
 
 
 @contextmanager
@@ -95,7 +97,7 @@ def repo_info(repo: str, revision: str | None = None) -> RepoInfo:
     card = info.card_data
     fields = {k: getattr(card, k, None) for k in ("license", "license_name", "license_link")} if card else {}
     files = tuple(sibling.rfilename for sibling in info.siblings or [])
-    return RepoInfo(repo, str(info.sha), **fields, files=files)
+    return RepoInfo(repo, str(info.sha), **fields, files=files, gated=bool(info.gated))
 
 
 def _cached(repo: str, revision: str | None) -> RepoInfo | None:

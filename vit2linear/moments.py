@@ -138,8 +138,9 @@ class Course:
             if self.run is not None and i == len(journal.history):
                 report = judge(teacher, student, None if moment is moments[-1] else MONITOR_IMAGES)
                 self.reporter.say(f"{moment.name}: {report.summary}")
+                told = ("agreement", "neighbour_agreement", "feature_cosine", "site_errors")
                 entry = {"moment": moment.name, "images": report.images, "student": asdict(report.student)}
-                journal.history.append(entry)
+                journal.history.append(entry | {key: getattr(report, key) for key in told})
         return report
 
     def _change(

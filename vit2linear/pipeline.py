@@ -14,24 +14,29 @@ from importlib.metadata import version
 
 import torch
 from accelerate.utils import gather_object, set_seed
+from torch import nn
 
 import vit2linear
-from vit2linear import artifact, card, hybrid, model
+from vit2linear import artifact, hybrid, licence, model
 from vit2linear.artifact import Artifact
 from vit2linear.audit import audit
+from vit2linear.card.card import render
+from vit2linear.card.drawn import draw
 from vit2linear.devices import accelerator_for
 from vit2linear.errors import DataError, NotFiniteError, RecipeError, StoppedError
 from vit2linear.evaluation import ImageRequest, Judge, open_judge
-from vit2linear.images import ImageOptions
+from vit2linear.images import ImageOptions, on_hub
 from vit2linear.initial import drawn_weights, start_words
 from vit2linear.interrupt import Interrupts
 from vit2linear.journal import Journal, refuse_changes, settings_of
 from vit2linear.moments import Course, moments_of
+from vit2linear.plan import plan_notes
 from vit2linear.prepare import Prepared, prepare
 from vit2linear.probe import plan_to_json
 from vit2linear.recipe import Recipe, parse_recipe, to_toml
 from vit2linear.reporting import Reporter
 from vit2linear.run_folder import RunFolder, clear_leftovers, open_run
+from vit2linear.speed import Speed, job_of, measure_speed
 from vit2linear.surgery import apply_plan
 
 
@@ -106,6 +111,7 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
         )
     set_seed(recipe.run.seed)
     loaded = model.load(prepared.ref, prepared.spec)
+    others = licence.fetch(prepared.ref, prepared.licence) if run is not None else {}
     journal = begun.journal if begun is not None else Journal(settings, to_toml(recipe), images)
     if recipe.keep_softmax:
         if begun is None:
@@ -129,12 +135,13 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
     if run is None or report is None:
         return Artifact(f"local-dir:{prepared.output}", {}, prepared.output)
     audited = audit(source, student, plan, trained=bool(journal.stages or journal.calibration), drawn=drawn)
-    licence = card.license_of(prepared.ref, prepared.spec.pretrained_cfg, recipe.output.license)
-    if licence.get("license_name") == "unknown":
-        reporter.say("The source states no licence, so the card says 'unknown'; state it with --license.")
+    speed = _speed(prepared, teacher, student, accelerator.device, journal) if recipe.output.bench else None
+    if speed is not None:
+        reporter.say(speed.summary)
     if judge.bad.summary:
         reporter.say(judge.bad.summary)
     bad = {"count": len(judge.bad.found), "images": judge.bad.found}
+    paths = [recipe.data.path] if isinstance(recipe.data.path, str) else [*(recipe.data.path or ())]
     start = start_words(recipe.source, not prepared.num_classes)
     record = {
         "format": 1,
@@ -144,9 +151,13 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
             **prepared.ref.record(),
             "architecture": prepared.spec.architecture,
             "dtype": loaded.spec.dtype,
-            **licence,
+            "gated": prepared.ref.repo is not None and prepared.ref.repo.gated,
+            **prepared.licence.fields,
         },
-        "data": {**judge.record, "bad": bad},
+        "data": {**judge.record, "on_hub": [path for path in paths if on_hub(path)], "bad": bad},
+        "input_size": prepared.data_config["input_size"],
+        "flops": {"source": prepared.probe.flops_before, "student": prepared.probe.flops},
+        "notes": plan_notes(plan),
         "plan": plan_to_json(plan, prepared.probe),
         "start": {"init": recipe.source.init, "head": recipe.source.head, "words": start},
         "keep_softmax": journal.keep_softmax,
@@ -155,12 +166,21 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
         "stages": journal.stages,
         "history": journal.history,
         "evaluation": dataclasses.asdict(report),
+        "speed": dataclasses.asdict(speed) if speed is not None else None,
     }
     # Where this run wrote its output is nobody else's business, and the recipe is to run again elsewhere.
     portable = dataclasses.replace(recipe, output=dataclasses.replace(recipe.output, dir=None))
-    fitted = [c["images"] for c in journal.calibration.values()]
-    text = card.render(prepared.output.name, prepared.ref, licence, plan, journal.stages, report, start, fitted)
-    return run.write(prepared.output, student, prepared.data_config, to_toml(portable), record, text)
+    text = render(prepared.output.name, record, portable)
+    others |= draw(record)
+    return run.write(prepared.output, student, prepared.data_config, to_toml(portable), record, text, others)
+
+
+def _speed(prepared: Prepared, teacher: nn.Module, student: nn.Module, device: torch.device, journal: Journal) -> Speed:
+    spec = prepared.spec
+    job = job_of(spec.architecture, spec.model_args, prepared.plan.operators)
+    height, width = prepared.data_config["input_size"][-2:]
+    seconds = sum((stage["seconds"] for stage in journal.stages), 0.0)
+    return measure_speed(teacher, student, job, (height, width), device, seconds)
 
 
 def _finished(prepared: Prepared, ignore_labels: bool, reporter: Reporter) -> Artifact:

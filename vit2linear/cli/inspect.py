@@ -60,13 +60,14 @@ def _flags(found: Inspection) -> str:
 
 def _tables(found: Inspection) -> list[object]:
     from vit2linear.cli._output import sites_table, table
+    from vit2linear.licence import words
 
     after = "" if found.flops is None else f" -> {found.flops / 1e9:.2f} ({found.flops / found.flops_before:.2f}x)"
     rows = [
         ["layout", found.layout],
         ["architecture", found.architecture],
         ["commit", found.commit or ""],
-        ["licence", found.licence.get("license_name") or found.licence["license"]],
+        ["licence", words(found.licence)],
         ["parameters", f"{found.parameters:,}"],
         ["classes", str(found.num_classes) if found.num_classes else "none, a backbone"],
         ["input", "x".join(map(str, found.input_size))],
