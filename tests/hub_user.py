@@ -67,8 +67,8 @@ class User:
 
     def elsewhere(self) -> list[str]:
         """Requests to other hosts. datasets makes up the viewer's host from the Hub's, and does without it."""
-        viewer = self.hub.url.replace("://", "://datasets-server.")
-        return [r.path for r in self.hub.requests if not r.path.startswith(("/", viewer))]
+        known = ("/", self.hub.storage.url, self.hub.url.replace("://", "://datasets-server."))
+        return [r.path for r in self.hub.requests if not r.path.startswith(known)]
 
 
 @pytest.fixture(scope="session")
