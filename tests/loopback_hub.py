@@ -53,7 +53,7 @@ class LoopbackHub:
         """What is wrong with every card from now on."""
         self.line = Line()
         self._repos: dict[tuple[str, str], Repo] = {}
-        self._failures: list[tuple[str, re.Pattern[str], list[int], dict[str, str]]] = []
+        self._failures: list[tuple[str, re.Pattern[str], list[int], Any, dict[str, str]]] = []
         self._events: list[tuple[str, re.Pattern[str], Callable[[], object]]] = []
         self._lock = threading.RLock()
         self.storage = Storage(self.line, self.log)
@@ -102,10 +102,13 @@ class LoopbackHub:
         """The commit that ``main`` means now."""
         return self.repo(repo_id, kind).resolve("main")
 
-    def fail(self, method: str, path_pattern: str, statuses: list[int], **headers: str) -> None:
+    def fail(
+        self, method: str, path_pattern: str, statuses: list[int], body: bytes | None = None, **headers: str
+    ) -> None:
         """Answer the next requests that match with these statuses, one each, before any other rule."""
         named = {name.replace("_", "-"): text for name, text in headers.items()}
-        self._failures.append((method, re.compile(path_pattern), list(statuses), named))
+        said = {"error": "injected failure"} if body is None else body
+        self._failures.append((method, re.compile(path_pattern), list(statuses), said, named))
 
     def when(self, method: str, path_pattern: str, action: Callable[[], object]) -> None:
         """Do something just before the next request that matches is answered."""
@@ -119,9 +122,9 @@ class LoopbackHub:
             for event in [e for e in self._events if e[0] == method and e[1].search(path)]:
                 self._events.remove(event)
                 event[2]()
-            for wanted, pattern, statuses, extra in self._failures:
+            for wanted, pattern, statuses, said, extra in self._failures:
                 if statuses and wanted == method and pattern.search(path):
-                    return statuses.pop(0), {"error": "injected failure"}, dict(extra)
+                    return statuses.pop(0), said, dict(extra)
             if not path.startswith("/"):
                 return 502, {"error": "this address is not on loopback"}, {}
             roles = {None: "", f"Bearer {self.token}": "writes", f"Bearer {self.read_token}": "reads"}

@@ -5,6 +5,7 @@ It is written aside, reloaded through timm and compared, and only then renamed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ WEIGHTS, CONFIG, RECIPE, REPORT, CARD = "model.safetensors", "config.json", "rec
 METRICS = "metrics.jsonl"
 FILES = [WEIGHTS, CONFIG, RECIPE, REPORT, CARD, METRICS]
 """All that an artifact consists of, and all that is ever uploaded. Without training there are no metrics."""
+REQUIRED = [WEIGHTS, CONFIG, RECIPE, REPORT, CARD]
+"""What no artifact lacks."""
 LABELS = ("label_names", "label_descriptions")
 
 
@@ -61,7 +64,7 @@ class Artifact:
         """The converted model, in eval mode; ``args`` such as ``img_size`` go to the architecture."""
         try:
             model: nn.Module = timm.create_model(self.name, pretrained=True, **args)
-        except (RuntimeError, OSError, ValueError) as error:
+        except (RuntimeError, OSError, ValueError, SafetensorError) as error:
             raise ArtifactError(f"{self.name!r} cannot be loaded: {str(error).splitlines()[0]}.") from error
         return model.eval()
 
@@ -94,7 +97,7 @@ def write(
         folder: where there is nothing yet.
         student: the converted model, on any device, in eval mode.
         data_config: timm's preprocessing for it.
-        recipe, report, card: the contents of the other files.
+        recipe, report, card: the contents of the other files; the report gets ``files``, the digest of each of them.
 
     Raises:
         ArtifactError: the reloaded model differs.
@@ -112,8 +115,9 @@ def write(
         timm.models._hub.save_config_for_hf(student, str(aside / CONFIG), names, data_config=data_config)
         _without_num_classes(aside / CONFIG)
         (aside / RECIPE).write_text(recipe, "utf-8")
-        (aside / REPORT).write_text(json.dumps(report, indent=2) + "\n", "utf-8")
         (aside / CARD).write_text(card, "utf-8")
+        digests = {path.name: digest(path) for path in sorted(aside.iterdir())}
+        (aside / REPORT).write_text(json.dumps({**report, "files": digests}, indent=2) + "\n", "utf-8")
         _compare(student, aside, data_config["input_size"])
 
 
@@ -140,6 +144,37 @@ def open_artifact(name: str | None, revision: str | None = None) -> Artifact:
     if report is None:
         raise ArtifactError(f"{name!r} has no {REPORT}, so it was not converted by vit2linear.")
     return Artifact(f"hf-hub:{info.repo}@{info.commit}", json.loads(report.read_text("utf-8")))
+
+
+def verify(folder: Path) -> Artifact:
+    """An artifact on disk, after proving that it is what was written: complete, unchanged, and read by timm.
+
+    The card may have been edited; what the model computes may not.
+
+    Raises:
+        ArtifactError: a file is missing, or is not the one that was evaluated.
+    """
+    found = open_artifact(str(folder))
+    missing = [name for name in REQUIRED if not (folder / name).is_file()]
+    if missing:
+        raise ArtifactError(f"{str(folder)!r} lacks {' and '.join(missing)}.", "Convert again.")
+    recorded = found.report.get("files", {})
+    for name in (WEIGHTS, CONFIG):
+        if name in recorded and recorded[name] != digest(folder / name):
+            raise ArtifactError(
+                f"{str(folder / name)!r} is not the file that was evaluated: it is cut short, or was changed since.",
+                "Copy it again from where it was written, or convert again.",
+            )
+    found.model()
+    return found
+
+
+def digest(content: Path | bytes) -> str:
+    """SHA-256, in hexadecimal digits."""
+    if isinstance(content, bytes):
+        return hashlib.sha256(content).hexdigest()
+    with content.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def newest(root: Path) -> Path:

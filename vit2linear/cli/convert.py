@@ -82,6 +82,7 @@ def convert(
         bool, typer.Option("--resume", help="Go on from the last checkpoint of the same, interrupted command.")
     ] = False,
     license: Annotated[str | None, typer.Option(help="Licence of the source, where it states none.")] = None,  # noqa: A002
+    offline: o.Offline = False,
     json: o.Json = False,
 ) -> None:
     """Convert a pretrained Softmax ViT: swap the attention, copy the rest, distil, evaluate, write."""
