@@ -13,7 +13,7 @@ PACKAGE = Path(vit2linear.__file__).parent
 # Later layers may import earlier ones, and their own; ops, sites and sources never import each other.
 LAYERS = [
     {"errors"},
-    {"strict", "sizes", "registry", "reporting", "hub", "upload", "entry", "durable", "interrupt"},
+    {"strict", "jsonfile", "sizes", "registry", "reporting", "hub", "upload", "entry", "durable", "interrupt"},
     {"recipe"},
     {"context", "heads"},
     {"modifiers"},
@@ -23,10 +23,11 @@ LAYERS = [
     {"resolve"},
     {"plan"},
     {"surgery", "model", "probe", "mimetic"},
-    {"initial", "images", "classes", "views", "bad_images", "samples", "data", "audit", "devices"},
+    {"initial", "images", "classes", "class_map", "views", "bad_images", "samples", "data", "audit", "devices"},
     {"distill"},
-    {"calibration", "headless"},
+    {"calibration", "headless", "significance"},
     {"catalogue", "compare", "evaluation", "bench", "training_cost", "hybrid"},
+    {"stored"},
     {"artifact", "card", "plots", "journal", "run_folder"},
     {"prepare"},
     {"moments"},

@@ -21,18 +21,23 @@ LOAD = """
 import json, sys
 import timm, vit2linear
 import torch
-from transformers import AutoModelForImageClassification
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
 
 pushed, local = sys.argv[1:]
-pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+image = Image.effect_noise((50, 40), 80).convert("RGB")
+pixels = AutoImageProcessor.from_pretrained(pushed)(image, return_tensors="pt")["pixel_values"]
 models = [timm.create_model(name, pretrained=True).eval() for name in (f"hf-hub:{pushed}", f"local-dir:{local}")]
 wrapped = AutoModelForImageClassification.from_pretrained(pushed).eval()
 with torch.inference_mode():
-    remote, kept = (model(pixels) for model in models)
+    remote, kept, ours = (model(pixels) for model in (*models, vit2linear.load(pushed)))
     seen = wrapped(pixel_values=pixels).logits
+scores = {a["label"]: a["score"] for a in pipeline("image-classification", model=pushed, device="cpu")(image, top_k=3)}
+likely = kept[0].softmax(0).topk(3)
 print(json.dumps({
     "operators": sorted({type(m).__module__ for m in models[0].modules() if ".ops." in type(m).__module__}),
-    "timm": torch.equal(remote, kept), "transformers": torch.equal(seen, kept), "classes": kept.shape[1],
+    "timm": torch.equal(remote, kept), "transformers": torch.equal(seen, kept), "vit2linear": torch.equal(ours, kept),
+    "pipeline": sorted(scores.values()) == sorted(likely.values.tolist()), "classes": kept.shape[1],
 }))
 """
 
@@ -64,18 +69,21 @@ def test_convert_eval_push_and_load(user: User, source_files: dict[str, bytes]) 
 
     (artifact / "notes.txt").write_text("not for others")
     assert "not logged in" in one_line(user.run("vit2linear push", code=8, HF_TOKEN=None))
-    assert f"{hub.url}/{repo}" in user.run("vit2linear push").stdout
+    hub.lfs = True
+    assert f"{hub.url}/{repo}" in user.run("vit2linear push", HF_HUB_DISABLE_XET="1").stdout
     uploaded = hub.files(repo)
     uploaded.pop(".gitattributes")  # the Hub's own, in every new repository
-    assert sorted(uploaded) == ["README.md", "config.json", "model.safetensors", "recipe.toml", "report.json"]
+    assert sorted([*uploaded, "notes.txt"]) == sorted(path.name for path in artifact.iterdir())
     assert all(data == (artifact / name).read_bytes() for name, data in uploaded.items())
 
     # Anybody, elsewhere.
     strangers_cache = str(user.home / "stranger")
     loaded = user.execute([sys.executable, "-c", LOAD, repo, NAME], HF_TOKEN=None, HF_HOME=strangers_cache)
-    expected = {"operators": ["vit2linear.ops.relu"], "timm": True, "transformers": True, "classes": 1000}
-    assert json.loads(loaded.stdout) == expected
+    equal = dict.fromkeys(("timm", "transformers", "vit2linear", "pipeline"), True)
+    assert json.loads(loaded.stdout) == {"operators": ["vit2linear.ops.relu"], "classes": 1000, **equal}
 
+    assert {r.method for r in hub.requests if r.path.startswith(hub.storage.url)} == {"PUT", "GET"}
+    assert not hub.leaks, "the storage is told no token"
     assert not user.elsewhere()
     written = [path for path in user.home.rglob("*") if path.is_file()]
     assert not [path for path in written if hub.token.encode() in path.read_bytes()]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,10 @@ from torch import nn
 
 from vit2linear import hub
 from vit2linear.durable import written_aside
-from vit2linear.errors import ArtifactError, SourceError
+from vit2linear.errors import ArtifactError, SourceError, Vit2LinearError
+from vit2linear.jsonfile import read_object
 from vit2linear.recipe import Recipe, read_recipe
+from vit2linear.stored import check_model, read_config, read_report
 
 WEIGHTS, CONFIG, RECIPE, REPORT, CARD = "model.safetensors", "config.json", "recipe.toml", "report.json", "README.md"
 METRICS = "metrics.jsonl"
@@ -29,6 +33,8 @@ FILES = [WEIGHTS, CONFIG, RECIPE, REPORT, CARD, METRICS]
 """All that an artifact consists of, and all that is ever uploaded. Without training there are no metrics."""
 REQUIRED = [WEIGHTS, CONFIG, RECIPE, REPORT, CARD]
 """What no artifact lacks."""
+LONGEST_NAME = 240
+"""Bytes of a folder's name: file systems take 255, and the run folder beside it has a longer one."""
 LABELS = ("label_names", "label_descriptions")
 
 
@@ -45,13 +51,7 @@ class Artifact:
     @property
     def model_args(self) -> dict[str, Any]:
         """The arguments that build it again: base architecture, operators, sizes."""
-        if self.folder is not None:
-            path: Path | None = self.folder / CONFIG
-        else:
-            repo, _, commit = self.name.removeprefix("hf-hub:").partition("@")
-            path = hub.download(repo, commit, CONFIG)
-        assert path is not None
-        args: dict[str, Any] = json.loads(path.read_text("utf-8"))["model_args"]
+        args: dict[str, Any] = read_config(self._file(CONFIG), self.name)["model_args"]
         return args
 
     @property
@@ -61,31 +61,76 @@ class Artifact:
         return read_recipe(self.folder / RECIPE)
 
     def model(self, **args: Any) -> nn.Module:
-        """The converted model, in eval mode; ``args`` such as ``img_size`` go to the architecture."""
+        """The converted model, in eval mode; ``args`` such as ``img_size`` go to the architecture.
+
+        Raises:
+            ArtifactError: config and weights do not fit each other, or make no model.
+        """
         try:
+            check_model(read_config(self._file(CONFIG), self.name), self._file(WEIGHTS), self.name)
             model: nn.Module = timm.create_model(self.name, pretrained=True, **args)
-        except (RuntimeError, OSError, ValueError, SafetensorError) as error:
+        except ArtifactError:
+            raise
+        except Vit2LinearError as error:
+            raise ArtifactError(f"{self.name!r} cannot be loaded: {error.message}", error.hint) from error
+        except (RuntimeError, OSError, ValueError) as error:
             raise ArtifactError(f"{self.name!r} cannot be loaded: {str(error).splitlines()[0]}.") from error
         return model.eval()
 
+    def _file(self, name: str) -> Path:
+        if self.folder is not None:
+            path: Path | None = self.folder / name
+        else:
+            repo, _, commit = self.name.removeprefix("hf-hub:").partition("@")
+            path = hub.download(repo, commit, name)
+        if path is None or not path.is_file():
+            raise ArtifactError(f"{self.name!r} has no {name}.", "Convert again, or download the artifact again.")
+        return path
 
-def check_output(folder: Path, overwrite: bool) -> None:
+
+def check_output(folder: Path, overwrite: bool, reads: Sequence[Path] = ()) -> None:
     """Refuse an output folder before any work is done.
 
+    Args:
+        folder: where the artifact is to be.
+        overwrite: whether an artifact there may be replaced.
+        reads: what the conversion reads, none of which may lie in ``folder``.
+
     Raises:
-        ArtifactError: it exists (without ``overwrite``), is no artifact, or cannot be written.
+        ArtifactError: it exists (without ``overwrite``), is no artifact, holds what is read, or cannot be written.
     """
-    if folder.exists():
-        if not overwrite:
-            raise ArtifactError(f"the output folder {str(folder)!r} exists.", "Use --overwrite, or another --output.")
-        if not folder.is_dir() or (any(folder.iterdir()) and not is_artifact(folder)):
-            raise ArtifactError(
-                f"{str(folder)!r} is not an artifact of vit2linear, so --overwrite does not delete it.",
-                "Choose another --output.",
-            )
-    parent = folder.parent
-    if parent.exists() and not parent.is_dir():
-        raise ArtifactError(f"{str(parent)!r} is not a folder.", "Choose another --output.")
+    other = "Choose another --output."
+    try:
+        if _is_there(folder):
+            if not overwrite:
+                raise ArtifactError(f"the output {str(folder)!r} exists.", "Use --overwrite, or another --output.")
+            if not folder.is_dir() or (any(folder.iterdir()) and not is_artifact(folder)):
+                raise ArtifactError(
+                    f"{str(folder)!r} is not an artifact of vit2linear, so --overwrite does not delete it.", other
+                )
+            for path in reads:
+                if path.exists() and path.resolve().is_relative_to(folder.resolve()):
+                    raise ArtifactError(f"{str(folder)!r} holds {str(path)!r}, which is read to convert.", other)
+        if len(os.fsencode(folder.name)) > LONGEST_NAME:
+            raise ArtifactError(f"the name of the output has more than {LONGEST_NAME} bytes.", other)
+        place = folder.absolute().parent
+        while not _is_there(place):
+            place = place.parent
+        if not place.is_dir():
+            raise ArtifactError(f"{str(place)!r} is not a folder.", other)
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise ArtifactError(f"{str(place)!r} cannot be written: it is read-only for this user.", other)
+    except (OSError, ValueError) as error:  # such as a link to itself, or a name with a zero byte
+        raise ArtifactError(f"{str(folder)!r} can be no output: {error}.", other) from error
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is something of that name, be it a link to nowhere; an ``OSError`` tells that there cannot be."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def write(
@@ -134,7 +179,7 @@ def open_artifact(name: str | None, revision: str | None = None) -> Artifact:
                 f"{str(folder)!r} is not an artifact of vit2linear: {CONFIG} or {REPORT} is missing or foreign.",
                 "Name a folder that 'vit2linear convert' wrote.",
             )
-        return Artifact(f"local-dir:{folder}", json.loads((folder / REPORT).read_text("utf-8")), folder)
+        return Artifact(f"local-dir:{folder}", read_report(folder / REPORT, str(folder)), folder)
     assert name is not None
     try:
         info = hub.repo_info(name.removeprefix("hf-hub:"), revision)
@@ -143,30 +188,7 @@ def open_artifact(name: str | None, revision: str | None = None) -> Artifact:
     report = hub.download(info.repo, info.commit, REPORT)
     if report is None:
         raise ArtifactError(f"{name!r} has no {REPORT}, so it was not converted by vit2linear.")
-    return Artifact(f"hf-hub:{info.repo}@{info.commit}", json.loads(report.read_text("utf-8")))
-
-
-def verify(folder: Path) -> Artifact:
-    """An artifact on disk, after proving that it is what was written: complete, unchanged, and read by timm.
-
-    The card may have been edited; what the model computes may not.
-
-    Raises:
-        ArtifactError: a file is missing, or is not the one that was evaluated.
-    """
-    found = open_artifact(str(folder))
-    missing = [name for name in REQUIRED if not (folder / name).is_file()]
-    if missing:
-        raise ArtifactError(f"{str(folder)!r} lacks {' and '.join(missing)}.", "Convert again.")
-    recorded = found.report.get("files", {})
-    for name in (WEIGHTS, CONFIG):
-        if name in recorded and recorded[name] != digest(folder / name):
-            raise ArtifactError(
-                f"{str(folder / name)!r} is not the file that was evaluated: it is cut short, or was changed since.",
-                "Copy it again from where it was written, or convert again.",
-            )
-    found.model()
-    return found
+    return Artifact(f"hf-hub:{info.repo}@{info.commit}", read_report(report, name))
 
 
 def digest(content: Path | bytes) -> str:
@@ -179,7 +201,9 @@ def digest(content: Path | bytes) -> str:
 
 def newest(root: Path) -> Path:
     """The artifact under ``root`` (itself, or up to two folders down) that was written last."""
-    found = [p.parent for pattern in ("", "*/", "*/*/") for p in root.glob(pattern + REPORT) if is_artifact(p.parent)]
+    folders = [p.parent for pattern in ("", "*/", "*/*/") for p in root.glob(pattern + REPORT)]
+    # Not the one that a running conversion is about to move into place.
+    found = [folder for folder in folders if folder.parent.suffix != ".run" and is_artifact(folder)]
     if not found:
         raise ArtifactError(
             "no artifact was found under the current folder.", "Run 'vit2linear convert' first, or name a folder."
@@ -190,9 +214,9 @@ def newest(root: Path) -> Path:
 def is_artifact(folder: Path) -> bool:
     """Whether a folder was written by ``write``."""
     try:
-        config = json.loads((folder / CONFIG).read_text("utf-8"))
-        return bool(config["architecture"] == "vit2linear") and (folder / REPORT).is_file()
-    except (OSError, ValueError, KeyError, TypeError):
+        config = read_object(folder / CONFIG, CONFIG, ArtifactError)
+        return config.get("architecture") == "vit2linear" and (folder / REPORT).is_file()
+    except (ArtifactError, OSError):
         return False
 
 

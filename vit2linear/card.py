@@ -39,9 +39,18 @@ def license_of(ref: ModelRef, pretrained_cfg: dict[str, Any], given: str | None)
         fields = {k: getattr(ref.repo, k) for k in ("license", "license_name", "license_link")}
         return {k: str(v) for k, v in fields.items() if v}
     card = ref.folder / "README.md" if ref.folder is not None else None
-    stated = ModelCard.load(card).data.get("license") if card is not None and card.is_file() else None
-    name = stated or pretrained_cfg.get("license") or given or "unknown"
+    name = (_stated(card) if card is not None else None) or pretrained_cfg.get("license") or given or "unknown"
     return {"license": name} if name in _HUB_LICENSES else {"license": "other", "license_name": str(name)}
+
+
+def _stated(card: Path) -> str | None:
+    """What a folder's card states; one that cannot be read states nothing, and some state a list."""
+    try:
+        stated = ModelCard.load(card).data.get("license") if card.is_file() else None
+    except Exception:  # the YAML parser's own errors, whose package is not ours to name
+        return None
+    first = stated[0] if isinstance(stated, list) and stated else stated
+    return first if isinstance(first, str) else None
 
 
 def render(

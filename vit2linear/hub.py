@@ -62,12 +62,12 @@ def friendly_errors(what: str) -> Iterator[None]:
         ) from error
     except errors.RemoteEntryNotFoundError as error:
         raise SourceNotFoundError(f"a file is missing in {what!r}: {_first_line(error)}.") from error
-    except errors.OfflineModeIsEnabled as error:
-        raise UnreachableHubError(
-            f"{what!r} is not in the local cache, and HF_HUB_OFFLINE forbids fetching it.",
-            "Unset HF_HUB_OFFLINE once to download it, or name a local folder.",
-        ) from error
     except (errors.LocalEntryNotFoundError, httpx.TransportError, ConnectionError) as error:
+        if constants.is_offline_mode():
+            raise UnreachableHubError(
+                f"{what!r} is not in the local cache, and HF_HUB_OFFLINE or --offline forbids fetching it.",
+                "Fetch it once without, or name a local folder.",
+            ) from error
         raise UnreachableHubError(
             f"the Hub at {constants.ENDPOINT} cannot be reached for {what!r}.",
             "Check the connection (or HF_ENDPOINT); cached repositories and local folders work without it.",

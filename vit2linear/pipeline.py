@@ -21,7 +21,8 @@ from vit2linear.artifact import Artifact
 from vit2linear.audit import audit
 from vit2linear.devices import accelerator_for
 from vit2linear.errors import DataError, NotFiniteError, RecipeError, StoppedError
-from vit2linear.evaluation import Judge, open_judge
+from vit2linear.evaluation import ImageRequest, Judge, open_judge
+from vit2linear.images import ImageOptions
 from vit2linear.initial import drawn_weights, start_words
 from vit2linear.interrupt import Interrupts
 from vit2linear.journal import Journal, refuse_changes, settings_of
@@ -82,7 +83,8 @@ def convert(
 
 def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_labels: bool) -> Artifact:
     reporter, accelerator = course.reporter, course.accelerator
-    settings = settings_of(prepared.recipe, source=prepared.ref.record(), ignore_labels=ignore_labels)
+    more = {"source": prepared.ref.record(), "ignore_labels": ignore_labels, "class_map": prepared.class_map}
+    settings = settings_of(prepared.recipe, **more)
     begun = course.begun()
     if begun is not None:
         refuse_changes(begun.journal.settings, settings)
@@ -90,12 +92,13 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
     for note in prepared.notes:
         reporter.say(note)
     recipe, plan = prepared.recipe, prepared.plan
-    judge = _judge(prepared, accelerator.device, ignore_labels)
+    judge = _judge(prepared, accelerator.device, ignore_labels, reporter)
     learns = [name for name, stage in recipe.distill.stages.items() if stage.share and "labels" in stage.losses]
     if recipe.distill.steps and learns and judge.class_map is None:
         raise DataError(
-            f"{recipe.data.path} has no classes of the model, which the loss 'labels' of stage {learns[0]!r} learns.",
-            "Give labelled images of the model's classes, or leave the loss out.",
+            f"{judge.sets.validation.name} has no classes of the model, which the loss 'labels' of stage {learns[0]!r} "
+            "learns.",
+            "Give labelled images of the model's classes, name them with --class-map, or leave the loss out.",
         )
     set_seed(recipe.run.seed)
     loaded = model.load(prepared.ref, prepared.spec)
@@ -137,7 +140,7 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
             "dtype": loaded.spec.dtype,
             **licence,
         },
-        "data": {"path": recipe.data.path, "held_out": judge.sets.held_out, "ignore_labels": ignore_labels, "bad": bad},
+        "data": {**judge.record, "bad": bad},
         "plan": plan_to_json(plan, prepared.probe),
         "start": {"init": recipe.source.init, "head": recipe.source.head, "words": start},
         "keep_softmax": journal.keep_softmax,
@@ -170,18 +173,19 @@ def _finished(prepared: Prepared, reporter: Reporter) -> Artifact:
     return there
 
 
-def _judge(prepared: Prepared, device: torch.device, ignore_labels: bool) -> Judge:
+def _judge(prepared: Prepared, device: torch.device, ignore_labels: bool, reporter: Reporter) -> Judge:
     recipe, cfg = prepared.recipe, prepared.spec.pretrained_cfg
+    data = recipe.data
+    options = ImageOptions(data.split, data.val_split, ignore_labels, data.streaming, recipe.run.seed)
     return open_judge(
-        str(recipe.data.path),
+        ImageRequest(data.path or (), options, prepared.class_map),
         prepared.data_config,
         prepared.num_classes,
         cfg.get("label_names"),
-        ignore_labels=ignore_labels,
         batch_size=recipe.distill.batch_size,
         workers=recipe.data.workers,
         limit=recipe.data.eval_samples,
         device=device,
-        seed=recipe.run.seed,
         max_bad=recipe.data.max_bad,
+        reporter=reporter,
     )

@@ -17,7 +17,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from vit2linear import artifact, upload
-from vit2linear.artifact import CARD, CONFIG, FILES, REPORT, WEIGHTS, digest
+from vit2linear.artifact import CARD, CONFIG, FILES, METRICS, REPORT, REQUIRED, WEIGHTS, digest
 from vit2linear.errors import ArtifactError, PublishError
 from vit2linear.upload import Target, There
 
@@ -62,7 +62,7 @@ class Publication:
     private: bool | None
     files: dict[str, int]
     """Bytes by name."""
-    licence: dict[str, str]
+    licence: dict[str, Any]
     """The card's fields."""
     notes: tuple[str, ...] = ()
 
@@ -99,8 +99,9 @@ def prepare(request: Request) -> Publication:
         )
     name = request.repo or folder.resolve().name
     upload.check_repo_id(name)
-    report = artifact.verify(folder).report
-    licence, notes = _licence(report["source"], request.license)
+    report = _proven(folder)
+    licence = _stated(report["source"], request.license)
+    notes = _check(licence)
     private = request.private
     if report["source"].get("gated") and private is not False:
         private = True
@@ -139,7 +140,7 @@ def push(job: Publication, token: str | None = None) -> Published:
             )
         files, notes = list(job.files), list(job.notes)
         card = upload.read(api, target, there, CARD)
-        ours = {digest((job.folder / CARD).read_bytes()), (before or {}).get("files", {}).get(CARD)}
+        ours = {digest(job.folder / CARD), (before or {}).get("files", {}).get(CARD)}
         if card is not None and digest(card) not in ours and not request.overwrite_card:
             files.remove(CARD)
             notes.append(f"{CARD} on the Hub was edited by hand and stays as it is; --overwrite-card replaces it.")
@@ -150,39 +151,67 @@ def push(job: Publication, token: str | None = None) -> Published:
     return Published(repo, url, commit, there.private, commit != there.commit, tuple(stale), tuple(notes))
 
 
-def _licence(source: dict[str, Any], stated: str | None) -> tuple[dict[str, str], list[str]]:
-    """The card's licence fields, and what to say about them."""
-    fields = _recorded(source)
-    known = fields.get("license_name") or fields.get("license", "unknown")
-    if known != "unknown":
-        if stated not in (None, known, fields["license"]):
-            raise PublishError(
-                f"the source's licence is {known!r}, and derived weights keep it.", "Leave --license out."
+def _proven(folder: Path) -> dict[str, Any]:
+    """The record of an artifact that is what was written: complete, unchanged where it counts, and read by timm.
+
+    The card may have been edited; what the model computes may not.
+    """
+    found = artifact.open_artifact(str(folder))
+    missing = [name for name in REQUIRED if not (folder / name).is_file()]
+    if missing:
+        raise ArtifactError(f"{str(folder)!r} lacks {' and '.join(missing)}.", "Convert again.")
+    recorded = found.report.get("files") or {}
+    for name in (WEIGHTS, CONFIG):
+        if name in recorded and recorded[name] != digest(folder / name):
+            raise ArtifactError(
+                f"{str(folder / name)!r} is not the file that was evaluated: it is cut short, or was changed since.",
+                "Copy it again from where it was written, or convert again.",
             )
-        return fields, []
-    if stated is None:
+    found.model()
+    return found.report
+
+
+def _stated(source: dict[str, Any], given: str | None) -> dict[str, Any]:
+    """The licence fields of a record after the user stated one, or not."""
+    fields = _licence(source)
+    known = _known(fields)
+    if given is None or given == known or given == fields.get("license"):
+        return fields
+    if known:
+        raise PublishError(f"the source's licence is {known!r}, and derived weights keep it.", "Leave --license out.")
+    return {"license": given}
+
+
+def _check(fields: dict[str, Any]) -> list[str]:
+    """What to say about a licence; refuses an unknown one."""
+    if not _known(fields):
         raise PublishError(
             "the source states no licence, and a licence is never made up.",
             "State the source's with --license, such as --license apache-2.0.",
         )
-    return {"license": stated}, []
+    return []
 
 
-def _recorded(source: dict[str, Any]) -> dict[str, str]:
-    return {key: str(source[key]) for key in _LICENCE if source.get(key)}
+def _known(fields: dict[str, Any]) -> str:
+    """The licence by name, empty if unknown."""
+    name = str(fields.get("license_name") or fields.get("license") or "")
+    return "" if name == "unknown" else name
 
 
-def _state(folder: Path, licence: dict[str, str]) -> None:
+def _licence(source: dict[str, Any]) -> dict[str, Any]:
+    return {key: source[key] for key in _LICENCE if source.get(key)}
+
+
+def _state(folder: Path, licence: dict[str, Any]) -> None:
     """Write the licence that the user states into the artifact, so that a later push needs no telling."""
     report = json.loads((folder / REPORT).read_text("utf-8"))
-    if _recorded(report["source"]) == licence:
+    if _licence(report["source"]) == licence:
         return
     card = ModelCard.load(folder / CARD)
     for key in _LICENCE:
         card.data[key] = licence.get(key)
-    untouched = report.get("files", {}).get(CARD) == digest((folder / CARD).read_bytes())
     text = str(card)
-    if untouched:
+    if report.get("files", {}).get(CARD) == digest(folder / CARD):
         report["files"][CARD] = digest(text.encode())
     report["source"] = {k: v for k, v in report["source"].items() if k not in _LICENCE} | licence
     _replace(folder / CARD, text)
@@ -201,12 +230,13 @@ def _report(data: bytes | None) -> dict[str, Any] | None:
         report = json.loads(data or b"")
     except ValueError:
         return None
-    return report if isinstance(report, dict) and "vit2linear" in report else None
+    ours = isinstance(report, dict) and "vit2linear" in report and isinstance(report.get("files", {}), dict)
+    return report if ours else None
 
 
 def _stale(there: There, before: dict[str, Any] | None, files: list[str]) -> list[str]:
     """What an earlier push left that this one has not; the card and other people's files are never among it."""
     if before is None:
         return []
-    ours = {*FILES, *before.get("files", {})} - {CARD, ".gitattributes"}
+    ours = {*REQUIRED, METRICS, *before.get("files", {})} - {CARD, ".gitattributes"}
     return sorted((ours & {*there.files}) - {*files})

@@ -12,8 +12,22 @@ import typer
 from vit2linear.errors import RecipeError
 
 Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Images: folders, .tar, .zip, .parquet, a pattern of them, or a Hub data set OWNER/NAME; repeat it to mix."
+    ),
+]
+Split = Annotated[str | None, typer.Option("--split", help="Split of the images to learn from; default: train.")]
+ValSplit = Annotated[
+    str | None, typer.Option("--val-split", help="Split to judge by; default: validation or test, or 5% held out.")
+]
+ClassMap = Annotated[
     str | None,
-    typer.Option(help="Images: class folders, a flat folder, tables, or a Hub data set OWNER/NAME."),
+    typer.Option(metavar="FILE", help="JSON, TOML or text: which class of the model each class of the images is."),
+]
+Stream = Annotated[
+    bool | None,
+    typer.Option("--stream/--no-stream", help="Read a Hub data set while it is fetched, or fetch it first."),
 ]
 IgnoreLabels = Annotated[
     bool, typer.Option("--ignore-labels", help="Do not match the images' classes with the model's.")
@@ -52,6 +66,11 @@ ImgSize = Annotated[
     str | None,
     typer.Option("--img-size", help="Input in pixels: 384, or HEIGHTxWIDTH such as 512x768.", metavar="SIZE"),
 ]
+
+
+def one_or_many(paths: list[str] | None) -> str | list[str] | None:
+    """``--data`` as in a recipe: a string where it was given once."""
+    return paths[0] if paths and len(paths) == 1 else paths or None
 
 
 def key_value(text: str) -> tuple[str, Any]:

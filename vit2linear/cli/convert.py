@@ -46,6 +46,10 @@ def convert(
         ),
     ] = None,
     data: o.Data = None,
+    split: o.Split = None,
+    val_split: o.ValSplit = None,
+    class_map: o.ClassMap = None,
+    stream: o.Stream = None,
     distill_steps: Annotated[
         int | None, typer.Option(help="Optimiser steps of all stages together; 0 converts without training.")
     ] = None,
@@ -118,7 +122,11 @@ def convert(
             distill__steps=distill_steps,
             distill__calibration__images=calibrate,
             distill__batch_size=batch_size,
-            data__path=data,
+            data__path=o.one_or_many(data),
+            data__split=split,
+            data__val_split=val_split,
+            data__class_map=class_map,
+            data__streaming=stream,
             data__workers=workers,
             data__eval_samples=num_samples,
             data__max_bad=o.share(max_bad, "--max-bad") if max_bad is not None else None,
@@ -182,9 +190,10 @@ def _show_plan(prepared: Prepared) -> None:
     for note in prepared.notes:
         err.print(note, markup=False)
     recipe = prepared.recipe
+    data = recipe.data.path if isinstance(recipe.data.path, str) else " and ".join(recipe.data.path or ())
     err.print(
         f"{prepared.parameters:,} parameters; {recipe.distill.steps} steps of {recipe.distill.batch_size} images from "
-        f"{recipe.data.path}; would write {prepared.output}. Nothing was read or written.",
+        f"{data}; would write {prepared.output}. Nothing was read or written.",
         markup=False,
     )
 

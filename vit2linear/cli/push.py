@@ -107,7 +107,7 @@ def _show(job: Publication) -> None:
     own = "" if "/" in job.name else " of the account that is logged in"
     kind = "a pull request to" if where["pull_request"] else "a commit on"
     err.print(f"Target: {kind} {where['revision']} of {job.name}{own}; a new one is {_visibility(job)}.", markup=False)
-    err.print(f"Licence: {' '.join(job.licence.values())}", markup=False)
+    err.print(f"Licence: {', '.join(map(str, job.licence.values()))}", markup=False)
     for note in job.notes:
         err.print(note, markup=False)
     err.print("Nothing was uploaded, nothing was written.", markup=False)
