@@ -17,6 +17,7 @@ from tests.hub_user import CLASSES, DATA, SOURCE, SPLITS, User
 from tests.loopback_hub import OWNER
 
 NAME = "vit-base-patch16-224-relu"
+ROUNDING = pytest.approx(0, abs=1e-6)
 LOAD = """
 import json, sys
 import timm, vit2linear
@@ -32,13 +33,12 @@ wrapped = AutoModelForImageClassification.from_pretrained(pushed).eval()
 with torch.inference_mode():
     remote, kept, ours = (model(pixels) for model in (*models, vit2linear.load(pushed)))
     seen = wrapped(pixel_values=pixels).logits
-scores = {a["label"]: a["score"] for a in pipeline("image-classification", model=pushed, device="cpu")(image, top_k=3)}
-likely = kept[0].softmax(0).topk(3)
-print(json.dumps({
-    "operators": sorted({type(m).__module__ for m in models[0].modules() if ".ops." in type(m).__module__}),
-    "timm": torch.equal(remote, kept), "transformers": torch.equal(seen, kept), "vit2linear": torch.equal(ours, kept),
-    "pipeline": sorted(scores.values()) == sorted(likely.values.tolist()), "classes": kept.shape[1],
-}))
+scores = [a["score"] for a in pipeline("image-classification", model=pushed, device="cpu")(image, top_k=3)]
+found = {"timm": remote[0], "vit2linear": ours[0], "transformers": seen[0]}
+differences = {name: (logits - kept[0]).abs().max().item() for name, logits in found.items()}
+differences["pipeline"] = (torch.tensor(scores) - kept[0].softmax(0).topk(3).values).abs().max().item()
+operators = sorted({type(m).__module__ for m in models[0].modules() if ".ops." in type(m).__module__})
+print(json.dumps({"operators": operators, "classes": kept.shape[1], "differences": differences}))
 """
 
 
@@ -79,8 +79,10 @@ def test_convert_eval_push_and_load(user: User, source_files: dict[str, bytes]) 
     # Anybody, elsewhere.
     strangers_cache = str(user.home / "stranger")
     loaded = user.execute([sys.executable, "-c", LOAD, repo, NAME], HF_TOKEN=None, HF_HOME=strangers_cache)
-    equal = dict.fromkeys(("timm", "transformers", "vit2linear", "pipeline"), True)
-    assert json.loads(loaded.stdout) == {"operators": ["vit2linear.ops.relu"], "classes": 1000, **equal}
+    seen = json.loads(loaded.stdout)
+    assert (seen["operators"], seen["classes"]) == (["vit2linear.ops.relu"], 1000)
+    # transformers lays the weights elsewhere in memory, which changes how a matrix product is summed.
+    assert seen["differences"] == {"timm": 0, "vit2linear": 0, **dict.fromkeys(("transformers", "pipeline"), ROUNDING)}
 
     assert {r.method for r in hub.requests if r.path.startswith(hub.storage.url)} == {"PUT", "GET"}
     assert not hub.leaks, "the storage is told no token"
