@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
+import torch
+from huggingface_hub import HfApi, constants
 from huggingface_hub.utils import close_session
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import Run
 from tests.loopback_hub import OWNER, LoopbackHub
-from vit2linear import Recipe, convert
+from vit2linear import Recipe, convert, load
 from vit2linear.artifact import REQUIRED, digest
 from vit2linear.recipe import Calibration, override
 
@@ -301,6 +302,29 @@ def test_a_token_on_the_command_line(hub: LoopbackHub, tiny: Path, cli: Run, mon
     done = cli("push", "tiny", REPO, "--token", hub.token)
     assert hub.token not in done.stdout + done.stderr
     assert not [p for p in Path().rglob("*") if p.is_file() and hub.token.encode() in p.read_bytes()]
+
+
+def test_a_download_that_is_cut_goes_on(
+    hub: LoopbackHub, tiny: Path, cli: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.lfs = True
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    cli("push", "tiny", REPO)
+    hub.line.cut_answer("^/[0-9a-f]{64}$", 100_000)
+    pixels = torch.randn(1, 3, 32, 32)
+    with torch.inference_mode():
+        assert torch.equal(load(REPO)(pixels), load("tiny")(pixels))
+    assert [r.method for r in hub.requests if r.path.startswith(hub.storage.url)] == ["PUT", "GET", "GET"]
+    assert not hub.leaks
+
+
+def test_after_an_upload_by_other_means(hub: LoopbackHub, tiny: Path, cli: Run) -> None:
+    api = HfApi()
+    api.create_repo(REPO)
+    api.upload_folder(repo_id=REPO, folder_path=tiny, create_pr=True)
+    assert uploaded(hub, "refs/pr/1") == local(tiny)
+    assert "Everything was there already" in cli("push", "tiny", REPO, "--revision", "refs/pr/1").stderr
 
 
 @pytest.mark.slow
