@@ -103,7 +103,7 @@ def test_what_is_uploaded(hub: LoopbackHub, tiny: Path, cli: Run, monkeypatch: p
     done = json.loads(cli("push", "--private", "--json").stdout)
     assert (done["repo"], done["private"], done["changed"]) == (REPO, True, True)
     assert done["commit"] == hub.commit(REPO) and hub.repo(REPO).private
-    assert uploaded(hub) == expected and sorted(expected) == sorted(REQUIRED)
+    assert uploaded(hub) == expected and set(REQUIRED) <= expected.keys()
     assert not hub.leaks and any(r.method == "PUT" for r in hub.requests) == lfs
     again = cli("push", "tiny", REPO)
     assert "Everything was there already" in again.stderr and hub.commit(REPO) == done["commit"]
@@ -164,17 +164,17 @@ def test_branches_and_pull_requests(hub: LoopbackHub, tiny: Path, cli: Run) -> N
 
 def test_what_an_earlier_upload_left(hub: LoopbackHub, tiny: Path, cli: Run) -> None:
     report = json.loads((tiny / "report.json").read_text())
-    report["files"] |= {"sites.png": "", "old.safetensors": "", ".gitattributes": ""}
+    report["files"] |= {"old-plot.png": "", "old.safetensors": "", ".gitattributes": ""}
     earlier = {
         "report.json": json.dumps(report).encode(),
         "metrics.jsonl": b"{}\n",
         "README.md": (tiny / "README.md").read_bytes(),
     }
-    ours = {**earlier, "sites.png": b"\x89PNG", "old.safetensors": b"\0"}
+    ours = {**earlier, "old-plot.png": b"\x89PNG", "old.safetensors": b"\0"}
     theirs = {".gitattributes": b"", "thesis.pdf": b"%PDF", "samples/a.png": b"\x89PNG"}
     hub.add_repo(REPO, {**ours, **theirs})
     done = cli("push", "tiny", REPO)
-    assert "Removed, of an earlier upload: metrics.jsonl, old.safetensors, sites.png" in done.stderr
+    assert "Removed, of an earlier upload: metrics.jsonl, old-plot.png, old.safetensors" in done.stderr
     assert hub.files(REPO) == {**theirs, **local(tiny)}
     assert len(hub.repo(REPO).messages) == 1, "all in one commit"
 
@@ -207,7 +207,7 @@ def test_licence_that_the_source_does_not_state(hub: LoopbackHub, tiny: Path, cl
     assert source["license"] == "apache-2.0" and "license_name" not in source
     assert b"license: apache-2.0" in uploaded(hub)["README.md"]
     assert "Everything was there already" in cli("push", "tiny", REPO).stderr, "the folder remembers"
-    assert "derived weights keep it" in refused(cli, "tiny", REPO, "--license", "mit")
+    assert "weights keep it" in refused(cli, "tiny", REPO, "--license", "mit", code=2)
 
 
 def test_visibility(hub: LoopbackHub, tiny: Path, cli: Run) -> None:
@@ -315,7 +315,7 @@ def test_a_download_that_is_cut_goes_on(
     pixels = torch.randn(1, 3, 32, 32)
     with torch.inference_mode():
         assert torch.equal(load(REPO)(pixels), load("tiny")(pixels))
-    assert [r.method for r in hub.requests if r.path.startswith(hub.storage.url)] == ["PUT", "GET", "GET"]
+    assert [r.method for r in hub.requests if r.path.startswith(hub.storage.url)].count("GET") == 2
     assert not hub.leaks
 
 

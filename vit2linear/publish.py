@@ -18,7 +18,7 @@ from huggingface_hub import ModelCard
 
 from vit2linear import artifact, upload
 from vit2linear.artifact import CARD, CONFIG, FILES, METRICS, REPORT, REQUIRED, WEIGHTS, digest
-from vit2linear.errors import ArtifactError, PublishError
+from vit2linear.errors import ArtifactError, PublishError, RecipeError
 from vit2linear.upload import Target, There
 
 MESSAGE = "Upload with vit2linear"
@@ -88,6 +88,7 @@ def prepare(request: Request) -> Publication:
     Raises:
         ArtifactError: there is none, or it is not what was written.
         PublishError: no licence, or no name for a repository.
+        RecipeError: a licence that is not the source's.
     """
     if not request.message.strip():
         raise PublishError("the message of the commit is empty.", "Give one with --commit-message.")
@@ -178,7 +179,7 @@ def _stated(source: dict[str, Any], given: str | None) -> dict[str, Any]:
     if given is None or given == known or given == fields.get("license"):
         return fields
     if known:
-        raise PublishError(f"the source's licence is {known!r}, and derived weights keep it.", "Leave --license out.")
+        raise RecipeError(f"the source's licence is {known!r}, and derived weights keep it.", "Leave --license out.")
     return {"license": given}
 
 
