@@ -13,7 +13,7 @@ PACKAGE = Path(vit2linear.__file__).parent
 # Later layers may import earlier ones, and their own; ops, sites and sources never import each other.
 LAYERS = [
     {"errors"},
-    {"strict", "jsonfile", "sizes", "registry", "reporting", "hub", "entry", "durable", "interrupt"},
+    {"strict", "jsonfile", "sizes", "registry", "reporting", "hub", "upload", "entry", "durable", "interrupt"},
     {"recipe"},
     {"context", "heads"},
     {"modifiers"},
@@ -32,7 +32,7 @@ LAYERS = [
     {"run_folder"},
     {"prepare"},
     {"moments"},
-    {"pipeline", "finished", "inspection"},
+    {"pipeline", "finished", "inspection", "publish"},
     {"cli", "__main__", "__init__"},
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

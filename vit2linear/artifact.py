@@ -5,6 +5,7 @@ It is written aside, reloaded through timm and compared, and only then renamed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,8 @@ METRICS, SPEED, SITES = "metrics.jsonl", "speed.png", "sites.png"
 FILES = [WEIGHTS, CONFIG, RECIPE, REPORT, CARD, METRICS, SPEED, SITES, LICENSE, NOTICE]
 """All that an artifact consists of, and all that is ever uploaded. Metrics are there only after training, ``speed.png``
 only where more than one size was measured, and the licence's files only where the source has them."""
+REQUIRED = [WEIGHTS, CONFIG, RECIPE, REPORT, CARD]
+"""What no artifact lacks."""
 LONGEST_NAME = 240
 """Bytes of a folder's name: file systems take 255, and the run folder beside it has a longer one."""
 LABELS = ("label_names", "label_descriptions")
@@ -147,8 +150,8 @@ def write(
         folder: where there is nothing yet.
         student: the converted model, on any device, in eval mode.
         data_config: timm's preprocessing for it.
-        recipe, report, card: the contents of the other files.
-        others: pictures and licence, file name to contents.
+        recipe, report, card: the contents of the other files; the report gets ``files``, the digest of each of them.
+        others: pictures, metrics and licence, file name to contents.
 
     Raises:
         ArtifactError: the reloaded model differs.
@@ -166,10 +169,11 @@ def write(
         timm.models._hub.save_config_for_hf(student, str(aside / CONFIG), names, data_config=data_config)
         _amend(aside / CONFIG)
         (aside / RECIPE).write_text(recipe, "utf-8")
-        (aside / REPORT).write_text(json.dumps(report, indent=2) + "\n", "utf-8")
         (aside / CARD).write_text(card, "utf-8")
         for name, contents in others.items():
             (aside / name).write_bytes(contents)
+        digests = {path.name: digest(path) for path in sorted(aside.iterdir())}
+        (aside / REPORT).write_text(json.dumps({**report, "files": digests}, indent=2) + "\n", "utf-8")
         _compare(student, aside, data_config["input_size"])
 
 
@@ -196,6 +200,14 @@ def open_artifact(name: str | None, revision: str | None = None) -> Artifact:
     if report is None:
         raise ArtifactError(f"{name!r} has no {REPORT}, so it was not converted by vit2linear.")
     return Artifact(f"hf-hub:{info.repo}@{info.commit}", read_report(report, name))
+
+
+def digest(content: Path | bytes) -> str:
+    """SHA-256, in hexadecimal digits."""
+    if isinstance(content, bytes):
+        return hashlib.sha256(content).hexdigest()
+    with content.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def newest(root: Path) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,7 +137,16 @@ class RunFolder:
             else:
                 path.unlink()
 
-    def write(self, output: Path, student: nn.Module, *contents: Any) -> artifact.Artifact:
+    def write(
+        self,
+        output: Path,
+        student: nn.Module,
+        data_config: dict[str, Any],
+        recipe: str,
+        report: dict[str, Any],
+        card: str,
+        others: Mapping[str, bytes],
+    ) -> artifact.Artifact:
         """``artifact.write`` in this folder, then in place of ``output``, whatever was there; this folder is done with.
 
         Raises:
@@ -146,9 +155,8 @@ class RunFolder:
         folder = self.path / "artifact"
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            artifact.write(folder, student, *contents)
-            if self.metrics.exists():
-                shutil.copy(self.metrics, folder / artifact.METRICS)
+            metrics = {artifact.METRICS: self.metrics.read_bytes()} if self.metrics.exists() else {}
+            artifact.write(folder, student, data_config, recipe, report, card, {**others, **metrics})
             if output.exists():
                 output.rename(self.path / _REPLACED)
             folder.rename(output)

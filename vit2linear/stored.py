@@ -114,5 +114,6 @@ _REPORT: dict[str, Callable[[Any], bool]] = {
     "data.path": _is_text,
     "data.held_out": _is_text_or_none,
     "data.ignore_labels": lambda value: isinstance(value, bool),
+    "files": lambda value: value is None or isinstance(value, dict),
 }
 """Entries of the report that are read back, and whether a value is one."""

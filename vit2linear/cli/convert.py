@@ -89,6 +89,7 @@ def convert(
         bool | None, typer.Option("--bench/--no-bench", help="Measure the speed of both models; takes a few seconds.")
     ] = None,
     license: Annotated[str | None, typer.Option(help="Licence of the source, where it states none.")] = None,  # noqa: A002
+    offline: o.Offline = False,
     json: o.Json = False,
 ) -> None:
     """Convert a pretrained Softmax ViT: swap the attention, copy the rest, distil, evaluate, write."""

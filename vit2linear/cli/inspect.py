@@ -21,6 +21,7 @@ def inspect(
     arch: o.Arch = None,
     img_size: o.ImgSize = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,
+    offline: o.Offline = False,
     json: o.Json = False,
 ) -> None:
     """Show what a source is, its attention sites and what converting them would do; no weight is read."""
