@@ -27,10 +27,10 @@ LAYERS = [
     {"distill"},
     {"calibration", "headless"},
     {"catalogue", "compare", "evaluation", "bench", "training_cost", "hybrid"},
-    {"artifact", "card", "plots", "journal", "run_folder"},
+    {"artifact", "card", "plots", "journal", "run_folder", "tracing", "graphs"},
     {"prepare"},
     {"moments"},
-    {"pipeline", "finished", "inspection"},
+    {"pipeline", "finished", "inspection", "export"},
     {"cli", "__main__", "__init__"},
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
@@ -74,7 +74,7 @@ def test_imports_are_light(code: str) -> None:
     subprocess.run([sys.executable, "-c", f"{code}; {check}"], check=True)
 
 
-@pytest.mark.parametrize("command", [[], ["convert"], ["eval"], ["push"]])
+@pytest.mark.parametrize("command", [[], ["convert"], ["eval"], ["push"], ["export"]])
 def test_help_is_light(command: list[str]) -> None:
     code = (
         "import sys\nfrom vit2linear.cli.main import app\n"
