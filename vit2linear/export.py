@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vit2linear.artifact import Artifact, open_artifact
 from vit2linear.bench import interleaved
 from vit2linear.durable import file_written_aside
 from vit2linear.errors import ArtifactError, RecipeError, UnknownNameError, UnsupportedModelError
-from vit2linear.graphs import FORMATS, Graph, modules_with_maps, program_values, related, token_pairs
+from vit2linear.graphs import FORMATS, Graph, Pairs, modules_with_maps, program_values, related, token_pairs
 from vit2linear.model import input_size, takes, takes_size
-from vit2linear.site import sites_of
 from vit2linear.sizes import Size, show_size
-from vit2linear.tracing import neighbour, random_pixels, trace
+from vit2linear.tracing import ONE_SIZE, neighbour, patch_of, random_pixels, trace
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 OPSETS = range(18, 24)
@@ -102,12 +101,13 @@ def export(
     _check_request(format, opset)
     graph_type, suffix = FORMATS[format]
     artifact = ref if isinstance(ref, Artifact) else open_artifact(ref)
-    file = output or Path(_name(artifact) + suffix)
+    name = artifact.folder.resolve().name if artifact.folder else artifact.name.partition("@")[0].rpartition("/")[2]
+    file = output or Path(name + suffix)
     if file.exists() and (file.is_dir() or not overwrite):
         raise ArtifactError(f"the output {str(file)!r} exists.", "Use --overwrite for a file, or another --output.")
     model = _built(artifact, size, dynamic)
     height, width = size or input_size(model)[1:]
-    patch = _patch(model, (height, width)) if dynamic else None
+    patch = patch_of(model, (height, width)) if dynamic else None
     sizes = [(height, width)] if patch is None else [(height, width), neighbour((height, width), patch)]
     program = trace(model, (height, width), patch)
     try:
@@ -160,12 +160,6 @@ def _importable(name: str) -> bool:
     return True
 
 
-def _name(artifact: Artifact) -> str:
-    if artifact.folder is not None:
-        return artifact.folder.resolve().name
-    return artifact.name.partition("@")[0].rpartition("/")[2]
-
-
 def _built(artifact: Artifact, size: Size | None, dynamic: bool) -> nn.Module:
     """The model at that size, for other sizes as well if ``dynamic``; proven on one image.
 
@@ -176,44 +170,26 @@ def _built(artifact: Artifact, size: Size | None, dynamic: bool) -> nn.Module:
     args: dict[str, Any] = {"img_size": size} if size is not None and takes_size(base) else {}
     if dynamic:
         if not takes(base, "dynamic_img_size"):
-            raise UnsupportedModelError(
-                f"{base} cannot be built for images of any size, so --dynamic is not possible.",
-                "Leave it out, and export once for each size with --img-size.",
-            )
+            raise UnsupportedModelError(f"{base} cannot be built for any size, as --dynamic needs.", ONE_SIZE)
         args["dynamic_img_size"] = True
     try:
         model = artifact.model(**args).float()
+        own = size or input_size(model)[1:]
+        if dynamic:
+            patch_of(model, own)
         with torch.no_grad():
-            model(random_pixels(model, 1, size or input_size(model)[1:]))
-    except (AssertionError, RuntimeError, ValueError) as error:
+            output = model(random_pixels(model, 1, own))
+    except (AssertionError, RuntimeError, ValueError, ArtifactError) as error:
+        if size is None:
+            raise
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnsupportedModelError(
-            f"{base} does not take images of {show_size(size) if size else 'its own size'} px: {said}",
+            f"{base} does not take images of {show_size(size)} px: {said}",
             "Choose a size that its patches and windows divide.",
         ) from error
-    pooled = sorted({site.op.name for site in sites_of(model).values() if site.op.landmarks(4) is not None})
-    if dynamic and pooled:
-        raise UnsupportedModelError(
-            f"the operator {', '.join(pooled)} cannot be exported with --dynamic: its landmarks follow from the image's "
-            "size by rules that a graph cannot hold.",
-            "Leave --dynamic out, and export once for each size with --img-size.",
-        )
+    if not isinstance(output, Tensor):
+        raise UnsupportedModelError(f"{base} returns a {type(output).__name__}, and only one tensor can be compared.")
     return model
-
-
-def _patch(model: Any, size: Size) -> Size:
-    """Height and width of a patch in pixels.
-
-    Raises:
-        UnsupportedModelError: the size is not in whole patches.
-    """
-    rows, columns = model.patch_embed.feat_ratio(as_scalar=False)
-    if size[0] % rows or size[1] % columns:
-        raise UnsupportedModelError(
-            f"{show_size(size)} px are not in whole patches of {show_size((rows, columns))}.",
-            "With --dynamic, choose a multiple for --img-size.",
-        )
-    return rows, columns
 
 
 def _compare(model: nn.Module, graph: Graph, batch: int, size: Size) -> Check:
@@ -248,8 +224,7 @@ def _search(artifact: Artifact, model: nn.Module, graph: Graph, sizes: list[Size
         if silent:
             raise UnsupportedModelError(f"the exported graph has no softmax at {', '.join(silent)}; nothing was kept.")
     if stray and len(sizes) == 1:
-        # With as many tokens as a head has channels, whatever has those on two sides looks like a map.
-        stray &= _maps(artifact, (2 * sizes[0][0], 2 * sizes[0][1]))
+        stray &= _growing_maps(artifact, sizes[0], pairs)
     if stray:
         raise UnsupportedModelError(
             f"the exported graph forms a map over pairs of tokens in {', '.join(sorted(stray))}, where no softmax is "
@@ -258,8 +233,16 @@ def _search(artifact: Artifact, model: nn.Module, graph: Graph, sizes: list[Size
     return tuple(sorted(path.removesuffix(".op") for path in softmax)), len(values)
 
 
-def _maps(artifact: Artifact, size: Size) -> set[str]:
-    """Modules with a map over pairs of tokens when the model is traced at another size."""
-    model = _built(artifact, size, dynamic=False)
-    pixels = random_pixels(model, max(BATCHES), size)
-    return modules_with_maps(program_values(trace(model, size), pixels), token_pairs(model, pixels)[0])
+def _growing_maps(artifact: Artifact, size: Size, pairs: Pairs) -> set[str]:
+    """Modules with a map over pairs of tokens at twice the size too, and over more of them than ``pairs``.
+
+    Where there are as many tokens as a head has channels, whatever has those on two sides looks like a map; and a map
+    inside a window stays as it is.
+    """
+    larger = 2 * size[0], 2 * size[1]
+    model = _built(artifact, larger, dynamic=False)
+    pixels = random_pixels(model, max(BATCHES), larger)
+    then = token_pairs(model, pixels)[0]
+    growing = [path for path in then if then[path] != pairs[path]]
+    found = modules_with_maps(program_values(trace(model, larger), pixels), then)
+    return {path for path in found if not path or related(path, growing)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -12,6 +13,8 @@ from vit2linear.bench import NoRouting
 from vit2linear.errors import UnsupportedModelError
 from vit2linear.site import sites_of
 from vit2linear.sizes import Size, show_size
+
+ONE_SIZE = "Leave --dynamic out, and export once for each size with --img-size."
 
 
 def trace(model: nn.Module, size: Size, patch: Size | None = None) -> torch.export.ExportedProgram:
@@ -25,6 +28,13 @@ def trace(model: nn.Module, size: Size, patch: Size | None = None) -> torch.expo
     Raises:
         UnsupportedModelError: it cannot be traced so; the message tells whether that is due to the operators.
     """
+    pooled = sorted({site.op.name for site in sites_of(model).values() if site.op.landmarks(4) is not None})
+    if patch is not None and pooled:
+        raise UnsupportedModelError(
+            f"the operator {', '.join(pooled)} cannot be exported with --dynamic: its landmarks follow from the size "
+            "of an image by rules that no graph holds.",
+            ONE_SIZE,
+        )
     try:
         return _trace(model, size, patch)
     except Exception as error:  # torch.export fails in many ways, and a model's code is anybody's
@@ -35,8 +45,23 @@ def trace(model: nn.Module, size: Size, patch: Size | None = None) -> torch.expo
         what = "with --dynamic" if patch else "at a fixed size"
         raise UnsupportedModelError(
             f"{who} cannot be exported {what}: {_first_line(error)}",
-            "Leave --dynamic out, and export once for each size with --img-size." if patch else None,
+            ONE_SIZE if patch else None,
         ) from error
+
+
+def patch_of(model: Any, size: Size) -> Size:
+    """Height and width of a patch in pixels.
+
+    Raises:
+        UnsupportedModelError: the size is not in whole patches.
+    """
+    rows, columns = model.patch_embed.feat_ratio(as_scalar=False)
+    if size[0] % rows or size[1] % columns:
+        raise UnsupportedModelError(
+            f"{show_size(size)} px are not in whole patches of {show_size((rows, columns))} px.",
+            "With --dynamic, choose a multiple for --img-size.",
+        )
+    return rows, columns
 
 
 def neighbour(size: Size, patch: Size) -> Size:
@@ -56,7 +81,13 @@ def _trace(model: nn.Module, size: Size, patch: Size | None) -> torch.export.Exp
     if patch is not None:
         shape[2] = patch[0] * torch.export.Dim("rows", min=2)
         shape[3] = patch[1] * torch.export.Dim("columns", min=2)
-    program = torch.export.export(model, (random_pixels(model, 2, size),), dynamic_shapes=(shape,))
+    try:
+        program = torch.export.export(model, (random_pixels(model, 2, size),), dynamic_shapes=(shape,))
+    finally:
+        for site in sites_of(model).values():
+            site.grid_ref.grid = (
+                None  # a grid of symbols would keep all that was traced, and nobody could copy the model
+            )
     if patch is not None:
         # Code that turns a size into a plain number fixes it, and only another size shows that.
         other = neighbour(size, patch)
