@@ -46,6 +46,10 @@ def convert(
         ),
     ] = None,
     data: o.Data = None,
+    split: o.Split = None,
+    val_split: o.ValSplit = None,
+    class_map: o.ClassMap = None,
+    stream: o.Stream = None,
     distill_steps: Annotated[
         int | None, typer.Option(help="Optimiser steps of all stages together; 0 converts without training.")
     ] = None,
@@ -81,7 +85,11 @@ def convert(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint of the same, interrupted command.")
     ] = False,
+    bench: Annotated[
+        bool | None, typer.Option("--bench/--no-bench", help="Measure the speed of both models; takes a few seconds.")
+    ] = None,
     license: Annotated[str | None, typer.Option(help="Licence of the source, where it states none.")] = None,  # noqa: A002
+    offline: o.Offline = False,
     json: o.Json = False,
 ) -> None:
     """Convert a pretrained Softmax ViT: swap the attention, copy the rest, distil, evaluate, write."""
@@ -117,12 +125,17 @@ def convert(
             distill__steps=distill_steps,
             distill__calibration__images=calibrate,
             distill__batch_size=batch_size,
-            data__path=data,
+            data__path=o.one_or_many(data),
+            data__split=split,
+            data__val_split=val_split,
+            data__class_map=class_map,
+            data__streaming=stream,
             data__workers=workers,
             data__eval_samples=num_samples,
             data__max_bad=o.share(max_bad, "--max-bad") if max_bad is not None else None,
             output__dir=str(output) if output is not None else None,
             output__license=license,
+            output__bench=bench,
             run__seed=seed,
             run__device=device,
             run__mixed_precision=mixed_precision,
@@ -181,9 +194,10 @@ def _show_plan(prepared: Prepared) -> None:
     for note in prepared.notes:
         err.print(note, markup=False)
     recipe = prepared.recipe
+    data = recipe.data.path if isinstance(recipe.data.path, str) else " and ".join(recipe.data.path or ())
     err.print(
         f"{prepared.parameters:,} parameters; {recipe.distill.steps} steps of {recipe.distill.batch_size} images from "
-        f"{recipe.data.path}; would write {prepared.output}. Nothing was read or written.",
+        f"{data}; would write {prepared.output}. Nothing was read or written.",
         markup=False,
     )
 
