@@ -28,11 +28,11 @@ LAYERS = [
     {"calibration", "headless", "significance", "routing"},
     {"catalogue", "compare", "evaluation", "bench", "training_cost", "hybrid"},
     {"speed", "stored", "evidence"},
-    {"artifact", "card", "plots", "pictures", "page", "journal", "checkpoint"},
+    {"artifact", "card", "plots", "pictures", "page", "journal", "checkpoint", "tracing", "graphs"},
     {"run_folder"},
     {"prepare"},
     {"moments"},
-    {"pipeline", "finished", "inspection", "publish"},
+    {"pipeline", "finished", "inspection", "publish", "export"},
     {"cli", "__main__", "__init__"},
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
@@ -76,7 +76,7 @@ def test_imports_are_light(code: str) -> None:
     subprocess.run([sys.executable, "-c", f"{code}; {check}"], check=True)
 
 
-@pytest.mark.parametrize("command", [[], ["convert"], ["eval"], ["push"]])
+@pytest.mark.parametrize("command", [[], ["convert"], ["eval"], ["push"], ["export"]])
 def test_help_is_light(command: list[str]) -> None:
     code = (
         "import sys\nfrom vit2linear.cli.main import app\n"

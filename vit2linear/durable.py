@@ -1,4 +1,4 @@
-"""Folders that are complete or absent, even if the power fails: written aside, flushed, renamed."""
+"""Folders and files that are complete or absent, even if the power fails: written aside, flushed, renamed."""
 
 from __future__ import annotations
 
@@ -26,6 +26,29 @@ def written_aside(folder: Path) -> Iterator[Path]:
         flush(aside)
         aside.rename(folder)
         _flush(folder.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def file_written_aside(file: Path) -> Iterator[Path]:
+    """The path of ``file`` in a temporary folder beside it, to be written; at the end it takes its place.
+
+    So does whatever else was written beside it in that folder, before it: files that it refers to by name. All is gone
+    if anything fails, and what an earlier attempt left aside is removed.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    aside = file.with_name(f"{file.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside / file.name
+        flush(aside)
+        for path in sorted(aside.iterdir(), key=lambda path: path.name == file.name):
+            path.replace(file.with_name(path.name))
+        _flush(file.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -123,11 +123,16 @@ def input_size(module: nn.Module) -> tuple[int, int, int]:
 
 
 @cache
-def takes_size(architecture: str) -> bool:
-    """Whether a timm architecture is built for an image size; the others take any image as they are."""
+def takes(architecture: str, argument: str) -> bool:
+    """Whether the class of a timm architecture has a constructor's argument of that name, its own or inherited."""
     with torch.device("meta"):
         model = timm.create_model(architecture)
-    return "img_size" in inspect.signature(type(model).__init__).parameters
+    return any(argument in inspect.signature(kind.__init__).parameters for kind in type(model).__mro__)  # type: ignore[misc]
+
+
+def takes_size(architecture: str) -> bool:
+    """Whether a timm architecture is built for an image size; the others take any image as they are."""
+    return takes(architecture, "img_size")
 
 
 def at_size(spec: ModelSpec, size: Size) -> ModelSpec:

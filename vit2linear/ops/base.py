@@ -73,7 +73,8 @@ class KernelOperator(Operator):
         with no_autocast(v.device):
             phi_q, phi_k = self.features(q.to(wide), k.to(wide), ctx)
             parts = self.split(v.to(wide))
-            if self.prefers_quadratic(phi_q, phi_k, parts):
+            # An exported graph holds one order for every size, and whoever exports it wants no map of pairs in it.
+            if not torch.compiler.is_exporting() and self.prefers_quadratic(phi_q, phi_k, parts):
                 heads = self.quadratic_order(phi_q, phi_k, parts, ctx.key_mask)
             else:
                 scratch = phi_q if _may_overwrite(phi_q, q, k, v) else None
