@@ -206,8 +206,34 @@ def test_licence_that_the_source_does_not_state(hub: LoopbackHub, tiny: Path, cl
     source = json.loads(uploaded(hub)["report.json"])["source"]
     assert source["license"] == "apache-2.0" and "license_name" not in source
     assert b"license: apache-2.0" in uploaded(hub)["README.md"]
+    assert b"That of the original, apache-2.0." in uploaded(hub)["README.md"]
     assert "Everything was there already" in cli("push", "tiny", REPO).stderr, "the folder remembers"
     assert "weights keep it" in refused(cli, "tiny", REPO, "--license", "mit", code=2)
+
+
+def test_licences_that_forbid_something(hub: LoopbackHub, tiny: Path, cli: Run) -> None:
+    edit_report(tiny, license="cc-by-nc-nd-4.0")
+    assert "a converted model is one" in refused(cli, "tiny", REPO) and not hub.requests
+    edit_report(tiny, license="cc-by-nc-4.0")
+    assert "allows no commercial use" in cli("push", "tiny", REPO).stderr
+
+
+def test_a_licence_of_ones_own(hub: LoopbackHub, tiny: Path, cli: Run) -> None:
+    edit_report(tiny, license="unknown")
+    (tiny / "LICENSE").write_text("terms")
+    (tiny / "README.md").write_text("---\nlicense: unknown\n---\nMy words\n")
+    assert "No text" not in cli("push", "tiny", REPO, "--license", "Lab terms").stderr
+    found = uploaded(hub)
+    assert found["LICENSE"] == b"terms" and found["README.md"].endswith(b"My words\n")
+    for line in (b"license: other", b"license_name: lab-terms", b"license_link: LICENSE"):
+        assert line in found["README.md"]
+
+
+@pytest.mark.parametrize(("gated", "told"), [(True, "is gated"), (None, "may be gated")])
+def test_a_gated_source(hub: LoopbackHub, tiny: Path, cli: Run, gated: bool | None, told: str) -> None:
+    edit_report(tiny, gated=gated)
+    assert told in cli("push", "tiny", REPO, "--dry-run").stderr
+    assert json.loads(cli("push", "tiny", REPO, "--json").stdout)["private"] is True
 
 
 def test_visibility(hub: LoopbackHub, tiny: Path, cli: Run) -> None:

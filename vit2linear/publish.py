@@ -17,9 +17,11 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from vit2linear import artifact, upload
-from vit2linear.artifact import CARD, CONFIG, FILES, METRICS, REPORT, REQUIRED, WEIGHTS, digest
+from vit2linear.artifact import CARD, CONFIG, FILES, METRICS, RECIPE, REPORT, REQUIRED, WEIGHTS, digest
+from vit2linear.card.card import render
 from vit2linear.errors import ArtifactError, PublishError
-from vit2linear.licence import check_push, state
+from vit2linear.licence import LICENSE, check_push, state
+from vit2linear.recipe import read_recipe
 from vit2linear.upload import Target, There
 
 MESSAGE = "Upload with vit2linear"
@@ -105,11 +107,15 @@ def prepare(request: Request) -> Publication:
     licence = _licence(report["source"])
     if request.license is not None:
         licence = state(licence, request.license)
+        if licence["license"] == "other" and (folder / LICENSE).is_file():
+            licence.setdefault("license_link", LICENSE)
     notes = check_push(licence)
     private = request.private
-    if report["source"].get("gated") and private is not False:
+    gated = report["source"].get("gated", False)
+    if gated is not False and private is not False:
         private = True
-        notes += ["The source is gated, so a new repository is private; --public makes it public."]
+        known = "is gated" if gated else "was read offline and may be gated"
+        notes += [f"The source {known}, so a new repository is private; --public makes it public."]
     files = {f: (folder / f).stat().st_size for f in FILES if (folder / f).is_file()}
     request = replace(request, model=str(folder), repo=request.repo)
     return Publication(request, folder, name, private, files, licence, tuple(notes))
@@ -184,13 +190,16 @@ def _state(folder: Path, licence: dict[str, Any]) -> None:
     report = json.loads((folder / REPORT).read_text("utf-8"))
     if _licence(report["source"]) == licence:
         return
-    card = ModelCard.load(folder / CARD)
-    for key in _LICENCE:
-        card.data[key] = licence.get(key)
-    text = str(card)
-    if report.get("files", {}).get(CARD) == digest(folder / CARD):
-        report["files"][CARD] = digest(text.encode())
+    written = report.get("files", {}).get(CARD) == digest(folder / CARD)
     report["source"] = {k: v for k, v in report["source"].items() if k not in _LICENCE} | licence
+    if written:
+        text = render(folder.resolve().name, report, read_recipe(folder / RECIPE))
+        report["files"][CARD] = digest(text.encode())
+    else:  # a person's text stays
+        card = ModelCard.load(folder / CARD)
+        for key in _LICENCE:
+            card.data[key] = licence.get(key)
+        text = str(card)
     _replace(folder / CARD, text)
     _replace(folder / REPORT, json.dumps(report, indent=2) + "\n")
 
