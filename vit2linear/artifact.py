@@ -29,8 +29,8 @@ from vit2linear.recipe import Recipe, read_recipe
 from vit2linear.stored import check_model, read_config, read_report
 
 WEIGHTS, CONFIG, RECIPE, REPORT, CARD = "model.safetensors", "config.json", "recipe.toml", "report.json", "README.md"
-METRICS, SPEED, SITES = "metrics.jsonl", "speed.png", "sites.png"
-FILES = [WEIGHTS, CONFIG, RECIPE, REPORT, CARD, METRICS, SPEED, SITES, LICENSE, NOTICE]
+METRICS, SPEED, SITES, PAGE = "metrics.jsonl", "speed.png", "sites.png", "report.html"
+FILES = [WEIGHTS, CONFIG, RECIPE, REPORT, CARD, METRICS, SPEED, SITES, PAGE, LICENSE, NOTICE]
 """All that an artifact consists of, and all that is ever uploaded. Metrics are there only after training, ``speed.png``
 only where more than one size was measured, and the licence's files only where the source has them."""
 REQUIRED = [WEIGHTS, CONFIG, RECIPE, REPORT, CARD]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from vit2linear.bad_images import BadImages
@@ -87,6 +87,10 @@ class Judge:
         path, held_out = ([*x] if isinstance(x, tuple) else x for x in (self.request.path, self.sets.held_out))
         options = dataclasses.asdict(self.request.options)
         return {"path": path, "held_out": held_out, **options, "class_map": self.request.class_map}
+
+    def look(self, count: int) -> Float[Tensor, "images channels height width"]:
+        """At most ``count`` validation images as they are evaluated, always the same ones."""
+        return torch.cat([pixels for pixels, _ in self._batches(self.sets.validation, count)])
 
     def sample(self, count: int) -> Batch:
         """At most ``count`` training images as they are evaluated, always the same ones, and the model's classes."""

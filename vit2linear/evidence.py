@@ -43,8 +43,8 @@ class Looks:
     """Where one model looks on one image, as heat over the patch grid: by column title."""
 
     picture: Picture
-    teacher: dict[str, Float[np.ndarray, "rows columns"]]
-    student: dict[str, Float[np.ndarray, "rows columns"]]
+    teacher: dict[str, np.ndarray]
+    student: dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _looks(teacher: nn.Module, student: nn.Module, pixels: Tensor, pictures: Seq
     return tuple(Looks(*row) for row in zip(pictures, mine, theirs, strict=False))
 
 
-def _heats(model: nn.Module, maps: Maps) -> dict[str, Float[np.ndarray, "images rows columns"]]:
+def _heats(model: nn.Module, maps: Maps) -> dict[str, np.ndarray]:
     sites, prefix = sites_of(model), int(getattr(model, "num_prefix_tokens", 0))
     whole = {}
     for path, found in maps.items():

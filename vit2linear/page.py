@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -107,7 +107,7 @@ def _results(e: Mapping[str, Any]) -> list[list[str]]:
     return [row for row in rows if row[-1]]
 
 
-def _site_routing(heads: list[Mapping[str, Any]]) -> list[str]:
+def _site_routing(heads: Sequence[Mapping[str, Any]]) -> list[str]:
     means = (sum(head[k] for head in heads) / len(heads) for k in ("cosine", "overlap", "rank", "teacher_rank"))
     return [f"{mean:.2f}" for mean in means]
 

@@ -19,13 +19,11 @@ TEACHER, STUDENT = "#0072B2", "#D55E00"
 """Blue and vermilion of Okabe and Ito, which everybody can tell apart."""
 
 
-def draw(record: Mapping[str, Any], evidence: Evidence | None) -> dict[str, bytes]:
+def draw(stages: Sequence[Mapping[str, Any]], evidence: Evidence | None) -> dict[str, bytes]:
     """The pictures that there is something to show in, by name; see the functions below."""
     found: dict[str, bytes] = {}
-    if record["stages"]:
-        found["losses"] = losses(record["stages"])
-    if any(moment.get("site_errors") for moment in record["history"]):
-        found["errors"] = site_errors(record["history"])
+    if stages:
+        found["losses"] = losses(stages)
     if evidence is not None:
         if evidence.routing:
             found["routing"] = routing_heat(evidence.routing)

@@ -11,13 +11,14 @@ import dataclasses
 import platform
 from contextlib import nullcontext
 from importlib.metadata import version
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object, set_seed
 from torch import nn
 
 import vit2linear
-from vit2linear import artifact, hybrid, licence, model
+from vit2linear import artifact, evidence, hybrid, licence, model, page, pictures
 from vit2linear.artifact import Artifact
 from vit2linear.audit import audit
 from vit2linear.card.card import render
@@ -38,6 +39,9 @@ from vit2linear.reporting import Reporter
 from vit2linear.run_folder import RunFolder, clear_leftovers, open_run
 from vit2linear.speed import Speed, job_of, measure_speed
 from vit2linear.surgery import apply_plan
+
+LOOKED_AT = 64
+"""Validation images among which the page finds the ones that differ most."""
 
 
 def convert(
@@ -172,7 +176,31 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
     portable = dataclasses.replace(recipe, output=dataclasses.replace(recipe.output, dir=None))
     text = render(prepared.output.name, record, portable)
     others |= draw(record)
+    others[artifact.PAGE] = _page(prepared, teacher, student, judge, record, portable, others)
     return run.write(prepared.output, student, prepared.data_config, to_toml(portable), record, text, others)
+
+
+def _page(
+    prepared: Prepared,
+    teacher: nn.Module,
+    student: nn.Module,
+    judge: Judge,
+    record: dict[str, Any],
+    recipe: Recipe,
+    others: dict[str, bytes],
+) -> bytes:
+    """The page, and in the record what it shows of routing."""
+    found = None
+    if LOOKED_AT:
+        pixels, labels = judge.look(LOOKED_AT), prepared.spec.pretrained_cfg.get("label_names")
+        found = evidence.gather(teacher, student, pixels, prepared.data_config, labels)
+        record["routing"] = {path: dataclasses.asdict(site) for path, site in found.routing.items()}
+        record["looked_at"] = len(pixels)
+    shown = pictures.draw(record["stages"], found)
+    shown |= {
+        key: others[name] for key, name in (("speed", artifact.SPEED), ("errors", artifact.SITES)) if name in others
+    }
+    return page.render(prepared.output.name, record, to_toml(recipe), shown).encode()
 
 
 def _speed(prepared: Prepared, teacher: nn.Module, student: nn.Module, device: torch.device, journal: Journal) -> Speed:

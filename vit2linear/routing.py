@@ -61,7 +61,8 @@ class SiteRouting:
         return statistics.fmean(getattr(head, key) for head in self.heads)
 
 
-Maps = dict[str, Float[Tensor, "batch heads queries keys"]]
+Maps = dict[str, Tensor]
+"""Site to (batch, heads, queries, keys); windows count as a batch."""
 
 
 def compare_routing(
