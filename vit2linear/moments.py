@@ -21,6 +21,7 @@ from torch import nn
 from vit2linear.calibration.calibrate import calibrate
 from vit2linear.compare import EvalReport
 from vit2linear.data import train_batches
+from vit2linear.distill.economies import economies
 from vit2linear.distill.keeper import Keeper, Saved
 from vit2linear.distill.loop import StageReport, run_stage
 from vit2linear.distill.stages import split_steps
@@ -186,9 +187,19 @@ class Course:
         labelled = ((pixels, judge.as_model_classes(classes)) for pixels, classes in batches)
         check = judge.sample(CHECK_IMAGES) if options.ema else None
         try:
-            return run_stage(
-                name, teacher, student, labelled, moment.steps, options, self.accelerator, self.reporter, check, keeper
-            )
+            with economies(teacher, student, run):
+                return run_stage(
+                    name,
+                    teacher,
+                    student,
+                    labelled,
+                    moment.steps,
+                    options,
+                    self.accelerator,
+                    self.reporter,
+                    check,
+                    keeper,
+                )
         except NotFiniteError as error:
             words = self.run.words if self.run is not None else ""
             raise NotFiniteError(error.message, f"{error.hint or ''} {words}".strip()) from error

@@ -20,6 +20,7 @@ from vit2linear import artifact, card, hybrid, model
 from vit2linear.artifact import Artifact
 from vit2linear.audit import audit
 from vit2linear.devices import accelerator_for
+from vit2linear.distill.economies import check_compiles
 from vit2linear.errors import DataError, NotFiniteError, RecipeError, StoppedError
 from vit2linear.evaluation import Judge, open_judge
 from vit2linear.initial import drawn_weights, start_words
@@ -63,6 +64,8 @@ def convert(
         if resume and not overwrite and artifact.is_artifact(prepared.output):
             return _finished(prepared, reporter or Reporter())
         accelerator = accelerator_for(prepared.recipe)
+        if prepared.recipe.run.compile:
+            check_compiles(accelerator.device)
         main = accelerator.is_main_process
         options = prepared.recipe.distill
         if options.batch_size % accelerator.num_processes:

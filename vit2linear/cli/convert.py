@@ -75,6 +75,13 @@ def convert(
     grad_accum_steps: Annotated[
         int | None, typer.Option(help="Parts in which the images of a step go through; saves memory.")
     ] = None,
+    grad_checkpointing: Annotated[
+        bool | None,
+        typer.Option("--grad-checkpointing", help="Compute blocks again in the backward pass: less memory."),
+    ] = None,
+    compile: Annotated[  # noqa: A002
+        bool | None, typer.Option("--compile", help="torch.compile attention and MLPs while a stage runs.")
+    ] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints; default: about every 10 minutes.")
     ] = None,
@@ -126,6 +133,8 @@ def convert(
             run__seed=seed,
             run__device=device,
             run__mixed_precision=mixed_precision,
+            run__grad_checkpointing=grad_checkpointing,
+            run__compile=compile,
             run__checkpoint_every=checkpoint_every,
             distill__grad_accum_steps=grad_accum_steps,
         ).check()
