@@ -30,7 +30,7 @@ LAYERS = [
     {"artifact", "card", "plots", "journal", "run_folder"},
     {"prepare"},
     {"moments"},
-    {"pipeline", "finished", "inspection"},
+    {"pipeline", "finished", "inspection", "expected", "trial"},
     {"cli", "__main__", "__init__"},
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

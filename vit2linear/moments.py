@@ -164,12 +164,13 @@ class Course:
             if begun is not None and i == begun.moment and begun.stage.step:
                 keeper.resumed = begun.stage
             with self.interrupts.deferred():
-                report = self._stage(moment, teacher, student, prepared, judge, keeper)
+                report = self.train(moment, teacher, student, prepared, judge, keeper)
             journal.stages.append(asdict(report))
 
-    def _stage(
+    def train(
         self, moment: Moment, teacher: nn.Module, student: nn.Module, prepared: Prepared, judge: Judge, keeper: Keeper
     ) -> StageReport:
+        """The stage that comes before ``moment``."""
         options, run, name = prepared.recipe.distill, prepared.recipe.run, moment.stage or ""
         batches = train_batches(
             judge.sets.train,
@@ -189,16 +190,8 @@ class Course:
         try:
             with economies(teacher, student, run):
                 return run_stage(
-                    name,
-                    teacher,
-                    student,
-                    labelled,
-                    moment.steps,
-                    options,
-                    self.accelerator,
-                    self.reporter,
-                    check,
-                    keeper,
+                    *(name, teacher, student, labelled, moment.steps),
+                    *(options, self.accelerator, self.reporter, check, keeper),
                 )
         except NotFiniteError as error:
             words = self.run.words if self.run is not None else ""

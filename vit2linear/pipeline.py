@@ -13,7 +13,9 @@ from contextlib import nullcontext
 from importlib.metadata import version
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
+from torch import Tensor, nn
 
 import vit2linear
 from vit2linear import artifact, card, hybrid, model
@@ -63,14 +65,8 @@ def convert(
         prepared = prepare(recipe, overwrite or resume)
         if resume and not overwrite and artifact.is_artifact(prepared.output):
             return _finished(prepared, reporter or Reporter())
-        accelerator = accelerator_for(prepared.recipe)
-        if prepared.recipe.run.compile:
-            check_compiles(accelerator.device)
+        accelerator = checked_accelerator(prepared.recipe)
         main = accelerator.is_main_process
-        options = prepared.recipe.distill
-        if options.batch_size % accelerator.num_processes:
-            shares = f"{accelerator.num_processes} processes cannot share evenly"
-            raise RecipeError(f"distill.batch_size is {options.batch_size}, which {shares}.")
         opened = open_run(prepared.output, resume, overwrite) if main else nullcontext()
         try:
             with opened as run:
@@ -93,13 +89,7 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
     for note in prepared.notes:
         reporter.say(note)
     recipe, plan = prepared.recipe, prepared.plan
-    judge = _judge(prepared, accelerator.device, ignore_labels)
-    learns = [name for name, stage in recipe.distill.stages.items() if stage.share and "labels" in stage.losses]
-    if recipe.distill.steps and learns and judge.class_map is None:
-        raise DataError(
-            f"{recipe.data.path} has no classes of the model, which the loss 'labels' of stage {learns[0]!r} learns.",
-            "Give labelled images of the model's classes, or leave the loss out.",
-        )
+    judge = judge_of(prepared, accelerator.device, ignore_labels)
     set_seed(recipe.run.seed)
     loaded = model.load(prepared.ref, prepared.spec)
     journal = begun.journal if begun is not None else Journal(settings, to_toml(recipe))
@@ -112,10 +102,7 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
     judge.bad.found.update(journal.bad)
     journal.bad = judge.bad.found
     source = loaded.module.state_dict()
-    teacher = apply_plan(loaded.module, plan.with_operator("softmax")).to(accelerator.device).eval()
-    student = apply_plan(loaded.module, plan).to(accelerator.device).eval()
-    drawn = drawn_weights(loaded.module, prepared.spec, plan, recipe.source, recipe.run.seed)
-    student.load_state_dict(drawn, strict=False)
+    teacher, student, drawn = models_of(loaded.module, prepared, accelerator.device)
     moments = moments_of(recipe.distill)
     report = course.walk(moments, teacher, student, prepared, judge, journal, begun)
     for found in gather_object([judge.bad.found]):
@@ -173,9 +160,29 @@ def _finished(prepared: Prepared, reporter: Reporter) -> Artifact:
     return there
 
 
-def _judge(prepared: Prepared, device: torch.device, ignore_labels: bool) -> Judge:
+def checked_accelerator(recipe: Recipe) -> Accelerator:
+    """Devices, processes and precision.
+
+    Raises:
+        RecipeError: they cannot do what is asked.
+    """
+    accelerator, batch = accelerator_for(recipe), recipe.distill.batch_size
+    if batch % accelerator.num_processes:
+        shares = f"{accelerator.num_processes} processes cannot share evenly"
+        raise RecipeError(f"distill.batch_size is {batch}, which {shares}.")
+    if recipe.run.compile:
+        check_compiles(accelerator.device)
+    return accelerator
+
+
+def judge_of(prepared: Prepared, device: torch.device, ignore_labels: bool) -> Judge:
+    """The images, opened.
+
+    Raises:
+        DataError: a stage learns labels that they do not have.
+    """
     recipe, cfg = prepared.recipe, prepared.spec.pretrained_cfg
-    return open_judge(
+    judge = open_judge(
         str(recipe.data.path),
         prepared.data_config,
         prepared.num_classes,
@@ -188,3 +195,22 @@ def _judge(prepared: Prepared, device: torch.device, ignore_labels: bool) -> Jud
         seed=recipe.run.seed,
         max_bad=recipe.data.max_bad,
     )
+    learns = [name for name, stage in recipe.distill.stages.items() if stage.share and "labels" in stage.losses]
+    if recipe.distill.steps and learns and judge.class_map is None:
+        raise DataError(
+            f"{recipe.data.path} has no classes of the model, which the loss 'labels' of stage {learns[0]!r} learns.",
+            "Give labelled images of the model's classes, or leave the loss out.",
+        )
+    return judge
+
+
+def models_of(
+    source: nn.Module, prepared: Prepared, device: torch.device
+) -> tuple[nn.Module, nn.Module, dict[str, Tensor]]:
+    """Teacher, student before training, and what of the student is drawn anew; the source is not changed."""
+    recipe, plan = prepared.recipe, prepared.plan
+    teacher = apply_plan(source, plan.with_operator("softmax")).to(device).eval()
+    student = apply_plan(source, plan).to(device).eval()
+    drawn = drawn_weights(source, prepared.spec, plan, recipe.source, recipe.run.seed)
+    student.load_state_dict(drawn, strict=False)
+    return teacher, student, drawn

@@ -12,7 +12,6 @@ from vit2linear.cli._errors import exit_codes
 
 if TYPE_CHECKING:
     from vit2linear.artifact import Artifact
-    from vit2linear.prepare import Prepared
 
 
 def convert(
@@ -56,6 +55,9 @@ def convert(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write; default MODEL-OP.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="TOML recipe; flags win over it.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; read no weights, write nothing.")] = False,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="With --dry-run: take three real steps of every stage, and write nothing.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in the output folder.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,
     arch: o.Arch = None,
@@ -93,9 +95,12 @@ def convert(
 ) -> None:
     """Convert a pretrained Softmax ViT: swap the attention, copy the rest, distil, evaluate, write."""
     with exit_codes():
+        from vit2linear.errors import RecipeError
         from vit2linear.recipe import KEEP, Recipe, override, read_recipe
         from vit2linear.sizes import parse_size
 
+        if probe and not dry_run:
+            raise RecipeError("--probe measures what --dry-run estimates.", "Give both, or neither.")
         request = read_recipe(recipe) if recipe is not None else Recipe()
         options = dict(o.key_value(text) for text in option or []) or None
         given = {
@@ -140,14 +145,11 @@ def convert(
         ).check()
 
         from vit2linear import pipeline, prepare
+        from vit2linear.cli._dry_run import show
         from vit2linear.cli._output import TerminalReporter, err, out, print_json
 
         if dry_run:
-            prepared = prepare.prepare(request, overwrite)
-            if json:
-                print_json(_plan_json(prepared))
-            else:
-                _show_plan(prepared)
+            show(prepare.prepare(request, overwrite), probe, ignore_labels, json)
             return
         with TerminalReporter() as reporter:
             artifact = pipeline.convert(
@@ -160,41 +162,6 @@ def convert(
             return
         out.print(_result(artifact))
         err.print(f"Written to {artifact.folder}. Next: vit2linear eval, vit2linear push", markup=False)
-
-
-def _plan_json(prepared: Prepared) -> dict[str, object]:
-    from vit2linear.probe import plan_to_json
-
-    return {
-        "source": prepared.ref.name,
-        "commit": prepared.ref.repo.commit if prepared.ref.repo is not None else None,
-        "architecture": prepared.spec.architecture,
-        "parameters": prepared.parameters,
-        "input_size": list(prepared.data_config["input_size"]),
-        "steps": prepared.recipe.distill.steps,
-        "data": prepared.recipe.data.path,
-        "output": str(prepared.output),
-        "plan": plan_to_json(prepared.plan, prepared.probe),
-        "notes": list(prepared.notes),
-    }
-
-
-def _show_plan(prepared: Prepared) -> None:
-    from vit2linear.cli._output import err, out, sites_table
-    from vit2linear.probe import plan_to_json
-
-    commit = f" at {prepared.ref.repo.commit[:12]}" if prepared.ref.repo is not None else ""
-    size = "x".join(map(str, prepared.data_config["input_size"]))
-    err.print(f"{prepared.ref.name}{commit}: {prepared.spec.architecture}, input {size}", markup=False)
-    out.print(sites_table("Plan", plan_to_json(prepared.plan, prepared.probe)))
-    for note in prepared.notes:
-        err.print(note, markup=False)
-    recipe = prepared.recipe
-    err.print(
-        f"{prepared.parameters:,} parameters; {recipe.distill.steps} steps of {recipe.distill.batch_size} images from "
-        f"{recipe.data.path}; would write {prepared.output}. Nothing was read or written.",
-        markup=False,
-    )
 
 
 def _result(artifact: Artifact) -> object:
