@@ -32,7 +32,8 @@ LAYERS = [
     {"run_folder"},
     {"prepare"},
     {"moments"},
-    {"pipeline", "finished", "inspection", "publish", "export"},
+    {"opening", "record"},
+    {"pipeline", "finished", "inspection", "publish", "export", "expected", "trial"},
     {"cli", "__main__", "__init__"},
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

@@ -22,6 +22,7 @@ from vit2linear.calibration.calibrate import calibrate
 from vit2linear.checkpoint import Checkpoint
 from vit2linear.compare import EvalReport
 from vit2linear.data import train_batches
+from vit2linear.distill.economies import economies
 from vit2linear.distill.keeper import Keeper, Saved
 from vit2linear.distill.loop import StageReport, run_stage
 from vit2linear.distill.stages import split_steps
@@ -165,12 +166,13 @@ class Course:
             if begun is not None and i == begun.moment and begun.stage.step:
                 keeper.resumed, keeper.last_step = begun.stage, begun.stage.step
             with self.interrupts.deferred():
-                report = self._stage(moment, teacher, student, prepared, judge, keeper)
+                report = self.train(moment, teacher, student, prepared, judge, keeper)
             journal.stages.append(asdict(report))
 
-    def _stage(
+    def train(
         self, moment: Moment, teacher: nn.Module, student: nn.Module, prepared: Prepared, judge: Judge, keeper: Keeper
     ) -> StageReport:
+        """The stage that comes before ``moment``."""
         options, run, name = prepared.recipe.distill, prepared.recipe.run, moment.stage or ""
         batches = train_batches(
             judge.sets.train,
@@ -188,9 +190,11 @@ class Course:
         labelled = ((pixels, judge.as_model_classes(classes)) for pixels, classes in batches)
         check = judge.sample(CHECK_IMAGES) if options.ema else None
         try:
-            return run_stage(
-                name, teacher, student, labelled, moment.steps, options, self.accelerator, self.reporter, check, keeper
-            )
+            with economies(teacher, student, run):
+                return run_stage(
+                    *(name, teacher, student, labelled, moment.steps),
+                    *(options, self.accelerator, self.reporter, check, keeper),
+                )
         except NotFiniteError as error:
             words = self.run.words if self.run is not None else ""
             raise NotFiniteError(error.message, f"{error.hint or ''} {words}".strip()) from error

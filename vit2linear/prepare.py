@@ -11,6 +11,7 @@ from timm.data import resolve_model_data_config
 
 from vit2linear import artifact, hybrid, model
 from vit2linear.class_map import ClassMap, read_class_map
+from vit2linear.distill.economies import check_economies
 from vit2linear.distill.stages import check_stages
 from vit2linear.evaluation import default_images
 from vit2linear.images import DEFAULT_NOTE
@@ -83,6 +84,7 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
         notes.append(f"start of the student: {start_words(recipe.source, headless)}")
     used = [OPERATORS.get(s.op) for s in plan.replaced]
     stages = check_stages(recipe.distill, used, int(skeleton.num_classes))  # type: ignore[arg-type]
+    check_economies(skeleton, recipe.run, stages)
     if stages != recipe.distill:
         notes.append("the model has no class head: the loss 'logits' is left out")
         recipe = dataclasses.replace(recipe, distill=stages)

@@ -217,6 +217,11 @@ class RunOptions:
     """``auto`` is what accelerate finds."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """Autocast type; ``no`` is float32 throughout, ``auto`` is bf16 on a GPU that has it, otherwise none."""
+    grad_checkpointing: bool = False
+    """Blocks are computed again in the backward pass instead of kept, where timm can do that: less memory, more time.
+    Stage ``attention`` never keeps more than one site."""
+    compile: bool = False
+    """torch.compile the sites and the MLPs of both models while a stage runs; not with losses that compare maps."""
     checkpoint_every: int | None = None
     """Steps between two checkpoints; default: as many as take about 10 minutes."""
 

@@ -71,7 +71,7 @@ class TerminalReporter(Reporter):
     def progress(self, progress: Progress) -> None:
         """Loss, images/s and time left of the running stage."""
         info = (
-            f"loss {progress.loss:.4f}, {progress.images_per_second:.0f} images/s, {_clock(progress.seconds_left)} left"
+            f"loss {progress.loss:.4f}, {progress.images_per_second:.0f} images/s, {clock(progress.seconds_left)} left"
         )
         if self._bars is not None:
             if progress.stage not in self._tasks:
@@ -96,7 +96,8 @@ def table(title: str, columns: list[str], rows: list[list[str]], left: int = 1) 
     return result
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """``1:02:03``, or ``2:03``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -12,7 +12,6 @@ from vit2linear.cli._errors import exit_codes
 
 if TYPE_CHECKING:
     from vit2linear.artifact import Artifact
-    from vit2linear.prepare import Prepared
 
 
 def convert(
@@ -60,6 +59,9 @@ def convert(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder to write; default MODEL-OP.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="TOML recipe; flags win over it.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; read no weights, write nothing.")] = False,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="With --dry-run: take three real steps of every stage, and write nothing.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in the output folder.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,
     arch: o.Arch = None,
@@ -79,6 +81,13 @@ def convert(
     grad_accum_steps: Annotated[
         int | None, typer.Option(help="Parts in which the images of a step go through; saves memory.")
     ] = None,
+    grad_checkpointing: Annotated[
+        bool | None,
+        typer.Option("--grad-checkpointing", help="Compute blocks again in the backward pass: less memory."),
+    ] = None,
+    compile: Annotated[  # noqa: A002
+        bool | None, typer.Option("--compile", help="torch.compile attention and MLPs while a stage runs.")
+    ] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints; default: about every 10 minutes.")
     ] = None,
@@ -94,9 +103,12 @@ def convert(
 ) -> None:
     """Convert a pretrained Softmax ViT: swap the attention, copy the rest, distil, evaluate, write."""
     with exit_codes():
+        from vit2linear.errors import RecipeError
         from vit2linear.recipe import KEEP, Recipe, override, read_recipe
         from vit2linear.sizes import parse_size
 
+        if probe and not dry_run:
+            raise RecipeError("--probe measures what --dry-run estimates.", "Give both, or neither.")
         request = read_recipe(recipe) if recipe is not None else Recipe()
         options = dict(o.key_value(text) for text in option or []) or None
         given = {
@@ -139,19 +151,18 @@ def convert(
             run__seed=seed,
             run__device=device,
             run__mixed_precision=mixed_precision,
+            run__grad_checkpointing=grad_checkpointing,
+            run__compile=compile,
             run__checkpoint_every=checkpoint_every,
             distill__grad_accum_steps=grad_accum_steps,
         ).check()
 
         from vit2linear import pipeline, prepare
+        from vit2linear.cli._dry_run import show
         from vit2linear.cli._output import TerminalReporter, err, out, print_json
 
         if dry_run:
-            prepared = prepare.prepare(request, overwrite)
-            if json:
-                print_json(_plan_json(prepared))
-            else:
-                _show_plan(prepared)
+            show(prepare.prepare(request, overwrite), probe, ignore_labels, json)
             return
         with TerminalReporter() as reporter:
             artifact = pipeline.convert(
@@ -164,42 +175,6 @@ def convert(
             return
         out.print(_result(artifact))
         err.print(f"Written to {artifact.folder}. Next: vit2linear eval, vit2linear push", markup=False)
-
-
-def _plan_json(prepared: Prepared) -> dict[str, object]:
-    from vit2linear.probe import plan_to_json
-
-    return {
-        "source": prepared.ref.name,
-        "commit": prepared.ref.repo.commit if prepared.ref.repo is not None else None,
-        "architecture": prepared.spec.architecture,
-        "parameters": prepared.parameters,
-        "input_size": list(prepared.data_config["input_size"]),
-        "steps": prepared.recipe.distill.steps,
-        "data": prepared.recipe.data.path,
-        "output": str(prepared.output),
-        "plan": plan_to_json(prepared.plan, prepared.probe),
-        "notes": list(prepared.notes),
-    }
-
-
-def _show_plan(prepared: Prepared) -> None:
-    from vit2linear.cli._output import err, out, sites_table
-    from vit2linear.probe import plan_to_json
-
-    commit = f" at {prepared.ref.repo.commit[:12]}" if prepared.ref.repo is not None else ""
-    size = "x".join(map(str, prepared.data_config["input_size"]))
-    err.print(f"{prepared.ref.name}{commit}: {prepared.spec.architecture}, input {size}", markup=False)
-    out.print(sites_table("Plan", plan_to_json(prepared.plan, prepared.probe)))
-    for note in prepared.notes:
-        err.print(note, markup=False)
-    recipe = prepared.recipe
-    data = recipe.data.path if isinstance(recipe.data.path, str) else " and ".join(recipe.data.path or ())
-    err.print(
-        f"{prepared.parameters:,} parameters; {recipe.distill.steps} steps of {recipe.distill.batch_size} images from "
-        f"{data}; would write {prepared.output}. Nothing was read or written.",
-        markup=False,
-    )
 
 
 def _result(artifact: Artifact) -> object:

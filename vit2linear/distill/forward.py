@@ -9,16 +9,22 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from vit2linear.context import AttentionContext
 from vit2linear.losses import Outputs
 from vit2linear.operator import Operator
 from vit2linear.site import LinearAttention
+
+Routing = tuple[Tensor, Tensor, AttentionContext]
+"""Queries, keys and context of one site: what its routing map is made of."""
 
 
 def run(model: nn.Module, pixels: Tensor, sites: Mapping[str, LinearAttention], maps: bool = False) -> Outputs:
     """One forward of a timm model with the outputs, and the routing maps, of ``sites`` kept."""
     outputs = Outputs()
-    with _captured(sites, outputs), maps_captured(sites if maps else {}, outputs):
+    with _captured(sites, outputs), routing_captured(sites if maps else {}) as routed:
         features = last_features(model, pixels)
+    # Not while the model runs: a block that is computed again in the backward pass would find no hooks then.
+    outputs.maps = maps_of(sites, routed)
     outputs.tokens = _tokens(model, features)
     outputs.pooled = pooled_feature(model, features)
     if model.num_classes:
@@ -86,19 +92,25 @@ def _captured(sites: Mapping[str, LinearAttention], outputs: Outputs) -> Iterato
 
 
 @contextmanager
-def maps_captured(sites: Mapping[str, LinearAttention], outputs: Outputs) -> Iterator[None]:
-    """Keep the routing map of every site that runs meanwhile."""
+def routing_captured(sites: Mapping[str, LinearAttention]) -> Iterator[dict[str, Routing]]:
+    """Keep what every site that runs meanwhile routes by."""
+    routed: dict[str, Routing] = {}
 
     def keep(path: str) -> Any:
         def hook(op: Operator, args: Any, _: Any) -> None:
             q, k, _, ctx = args
-            outputs.maps[path] = op.map(q, k, ctx)
+            routed[path] = q, k, ctx
 
         return hook
 
     hooks = [module.op.register_forward_hook(keep(path)) for path, module in sites.items()]
     try:
-        yield
+        yield routed
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def maps_of(sites: Mapping[str, LinearAttention], routed: Mapping[str, Routing]) -> dict[str, Tensor]:
+    """The routing maps, by path: each (batch, heads, queries, keys)."""
+    return {path: sites[path].op.map(*args) for path, args in routed.items()}

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from vit2linear.distill.forward import Reached, maps_captured, run, run_until_reached
+from vit2linear.distill.forward import Reached, maps_of, routing_captured, run, run_until_reached
 from vit2linear.errors import NotFiniteError
 from vit2linear.losses import Objective, Outputs
 from vit2linear.site import LinearAttention, sites_of
@@ -94,7 +94,6 @@ class SiteTask(Task):
     ) -> dict[str, Tensor]:
         """Teacher forward with the students' backward passes inside."""
         losses: dict[str, Tensor] = {}
-        mine, theirs = Outputs(), Outputs()
         mapped = "maps" in self.objective.needs
 
         def match(path: str) -> Any:
@@ -102,14 +101,15 @@ class SiteTask(Task):
                 site = self.student_sites[path]
                 # The student's backbone does not run, so its grid comes from the teacher's.
                 site.grid_ref.grid = module.grid_ref.grid
+                theirs = Outputs({path: module.kind.answer(args[0], output)}, maps_of(self.teacher_sites, answered))
                 with torch.enable_grad():
-                    mine.sites[path] = site.kind.answer(args[0], site(*args, **kwargs))
-                    theirs.sites[path] = module.kind.answer(args[0], output)
+                    answer = site.kind.answer(args[0], site(*args, **kwargs))
+                    mine = Outputs({path: answer}, maps_of(self.student_sites, asked))
                     loss = share * self.objective(mine, theirs)
                     accelerator.backward(loss / len(self.teacher_sites))
                 losses[path] = loss.detach()
-                for seen in (mine.sites, mine.maps, theirs.sites, theirs.maps):
-                    seen.clear()  # one site's graph at a time
+                for routed in (asked, answered):
+                    routed.clear()  # one site's graph at a time
                 if len(losses) == len(self.teacher_sites):
                     raise Reached
 
@@ -120,8 +120,8 @@ class SiteTask(Task):
             with (
                 torch.no_grad(),
                 accelerator.autocast(),
-                maps_captured(self.teacher_sites if mapped else {}, theirs),
-                maps_captured(self.student_sites if mapped else {}, mine),
+                routing_captured(self.student_sites if mapped else {}) as asked,
+                routing_captured(self.teacher_sites if mapped else {}) as answered,
             ):
                 run_until_reached(self.teacher, pixels)
         finally:
