@@ -20,7 +20,7 @@ LAYERS = [
     {"operator"},
     {"site"},
     {"ops", "sites", "sources", "losses"},
-    {"resolve"},
+    {"resolve", "outline"},
     {"plan"},
     {"surgery", "model", "probe", "mimetic"},
     {"initial", "images", "classes", "data", "audit", "devices"},

@@ -13,7 +13,7 @@ from torch import nn
 
 from vit2linear.errors import ArtifactError
 from vit2linear.jsonfile import read_object
-from vit2linear.model import outline
+from vit2linear.outline import outline
 from vit2linear.sources._description import check_description, first_line
 from vit2linear.strict import shown
 
