@@ -15,7 +15,7 @@ import typer.main
 from vit2linear import recipe
 from vit2linear.catalogue import attribute_docstrings, facts, type_name
 from vit2linear.cli.main import app
-from vit2linear.distill.loop import TASKS
+from vit2linear.distill.stages import TASKS
 from vit2linear.losses import LOSSES
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -61,13 +61,17 @@ def test_json_is_all_there_is_on_stdout(checkpoint: Path, class_folders: Path, c
         (["--op", "relu"], 2, "source.model: name a model"),
         (["demo", "--recipe", "absent.toml"], 2, "cannot read the recipe 'absent.toml'"),
         (["demo", "--recipe", "bad.toml"], 2, "unknown key; did you mean 'steps'?"),
-        (["demo", "--precision", "fp16"], 2, "needs a CUDA GPU"),
+        (["demo", "--mixed-precision", "fp16"], 2, "needs a CUDA GPU"),
         (["demo", "--device", "tpu"], 2, "run.device: 'tpu' is not one of"),
         (["demo", "--data", "absent/"], 5, "there is no folder 'absent/'"),
         (["demo", "--data", "empty"], 5, "holds no images"),
         (["demo", "--data", "text"], 5, "holds no images"),
-        (["demo", "--data", "broken"], 5, "is no image that can be decoded"),
-        (["demo", "--data", "classes"], 5, "has 2 classes and the model has 10"),
+        (["demo", "--data", "broken"], 5, "(no image that can be decoded)"),
+        (["demo", "--data", "classes", "--split", "train"], 5, "has no split 'train'. It has 'cat', 'dog'"),
+        (["demo", "--data", "classes", "--data", "classes"], 2, "names nothing, or a set twice"),
+        (["demo", "--split", "test", "--val-split", "test"], 2, "they are never the same images"),
+        (["demo", "--data", "classes", "--class-map", "bad.toml"], 5, "--class-map: 'bad.toml': 'distill'"),
+        (["demo", "--class-map", "absent.json"], 5, "--class-map: 'absent.json' cannot be read"),
         (["no-such-model"], 3, "neither a folder nor a name that timm knows"),
         (["absent/model"], 3, "HF_HUB_OFFLINE"),
         (["empty"], 3, "has no config.json"),
@@ -122,7 +126,7 @@ def test_traceback_on_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["before training", "step 1/", "after stage attention"])
-def test_interrupted_at_any_point_leaves_nothing(
+def test_interrupted_at_any_point_leaves_a_checkpoint_and_nothing_else(
     moment: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     # A short first stage and an endless second one: the signal always comes in time.
@@ -144,5 +148,8 @@ def test_interrupted_at_any_point_leaves_nothing(
             break
         except subprocess.TimeoutExpired:
             continue  # Python ignores an interrupt that lands in a destructor; a person presses again
-    assert process.returncode in (130, -signal.SIGINT)
-    assert not list(tmp_path.iterdir())
+    assert process.returncode == 130
+    assert [p.name for p in tmp_path.iterdir()] == ["demo-relu.run"]
+    left = sorted(p.name for p in (tmp_path / "demo-relu.run").iterdir())
+    assert len([name for name in left if name.startswith("checkpoint-")]) == 1
+    assert {name for name in left if not name.startswith("checkpoint-")} <= {"lock", "metrics.jsonl"}

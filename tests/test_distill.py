@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from vit2linear.data import Batch
 from vit2linear.devices import accelerator_for
 from vit2linear.distill.forward import run
-from vit2linear.distill.loop import check_stages, parameter_groups, run_stage, split_steps
+from vit2linear.distill.loop import run_stage
+from vit2linear.distill.optimiser import parameter_groups
+from vit2linear.distill.stages import TASKS, check_stages, objective_of, split_steps
 from vit2linear.distill.tasks import ModelTask, SiteTask
-from vit2linear.errors import DistillError, RecipeError, UnknownNameError
+from vit2linear.distill.watch import IN_A_ROW, Watch
+from vit2linear.errors import DistillError, NotFiniteError, RecipeError, UnknownNameError
 from vit2linear.losses import LOSSES, Objective, Outputs, unexplained
 from vit2linear.recipe import OPERATORS, DistillOptions, Recipe, override
 from vit2linear.reporting import Progress, Reporter
@@ -154,10 +157,66 @@ def test_steps_are_split_by_the_shares(total: int, wanted: tuple[int, int]) -> N
 def test_a_loss_that_is_not_finite_names_stage_step_and_site() -> None:
     teacher, student = pair()
     student.blocks[1].attn.proj.weight.data[0, 0] = float("nan")
-    with pytest.raises(DistillError, match=r"stage attention, step 1 of 2: the loss at site 'blocks.1.attn' is nan"):
+    with pytest.raises(NotFiniteError, match=r"stage attention, step 2 of 2: the loss at site 'blocks.1.attn' is nan"):
         train("attention", teacher, student, 2)
-    with pytest.raises(DistillError, match="stage feature, step 1 of 2: the loss is nan"):
-        train("feature", teacher, student, 2)
+    many = f"stage feature, step {IN_A_ROW} of 30: the loss is nan, and nothing was finite for {IN_A_ROW} steps"
+    with pytest.raises(NotFiniteError, match=many):
+        train("feature", teacher, student, 30)
+
+
+def test_single_steps_that_are_not_finite_change_nothing_and_are_counted() -> None:
+    """The same as if their images had not been there, but for the schedule's length."""
+    teacher, student = pair()
+    _, other = pair()
+    data = batches(6)
+    bad = torch.full_like(data[0][0], float("inf")), data[0][1]
+    options = replace(OPTIONS, warmup=0.0)
+    reports = [
+        run_stage("feature", teacher, model, iter(images), 8, options, Accelerator(cpu=True), Quiet())
+        for model, images in ((student, [*data[:2], bad, *data[2:5], bad, data[5]]), (other, data))
+    ]
+    assert [r.skipped for r in reports] == [2, 0] and [r.steps for r in reports] == [8, 6]
+    assert all(torch.equal(a, b) for a, b in zip(student.parameters(), other.parameters(), strict=True))
+
+
+def test_a_loss_that_rises_warns_once() -> None:
+    watch = Watch()
+    said = [watch.see(loss) for loss in (*([1.0] * 10), *([5.0] * 30), *([1.0] * 50), *([9.0] * 30))]
+    assert len(found := [s for s in said if s is not None]) == 1 and "the loss goes up" in found[0]
+    assert Watch(lowest=1.0, smooth=1.0).see(1.9) is None
+
+
+@pytest.mark.parametrize("stage", ["attention", "feature", "task"])
+def test_parts_of_a_step_add_up_to_the_whole(stage: str) -> None:
+    pixels, labels = batches(1)[0]
+    found = []
+    for parts in (1, 3):
+        teacher, student = pair()
+        task = TASKS[stage](teacher, student, objective_of(replace(OPTIONS, label_smoothing=0.0), stage))
+        task.prepare(Accelerator(cpu=True))
+        loss = task.backward(Accelerator(cpu=True), pixels, labels, parts)
+        found.append([loss, *(p.grad for p in student.parameters() if p.grad is not None)])
+    assert len(found[0]) > 10
+    for whole, parted in zip(*found, strict=True):
+        torch.testing.assert_close(parted, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_a_step_that_does_not_fit_into_memory_goes_through_in_parts() -> None:
+    """The error is torch's own, raised where a real one comes from: inside a forward of too many images."""
+    teacher, student = pair()
+    refused: list[int] = []
+
+    def small_memory(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if len(args[0]) > 3:
+            refused.append(len(args[0]))
+            torch.empty(2**45)
+
+    student.blocks[0].attn.register_forward_pre_hook(small_memory)
+    with pytest.raises(RuntimeError):
+        small_memory(student, (torch.empty(8, 1),))
+    refused.clear()
+    reporter = train("feature", teacher, student, 2)
+    assert refused == [8, 4] and len(reporter.seen) == 2
 
 
 PLAIN = ("site_mse", "map_mse", "feature_mse")

@@ -13,7 +13,7 @@ PACKAGE = Path(vit2linear.__file__).parent
 # Later layers may import earlier ones, and their own; ops, sites and sources never import each other.
 LAYERS = [
     {"errors"},
-    {"strict", "jsonfile", "sizes", "registry", "reporting", "hub", "entry"},
+    {"strict", "jsonfile", "sizes", "registry", "reporting", "hub", "entry", "durable", "interrupt"},
     {"recipe"},
     {"context", "heads"},
     {"modifiers"},
@@ -23,13 +23,15 @@ LAYERS = [
     {"resolve", "outline"},
     {"plan"},
     {"surgery", "model", "probe", "mimetic"},
-    {"initial", "images", "classes", "data", "audit", "devices"},
+    {"initial", "images", "classes", "class_map", "views", "bad_images", "samples", "data", "audit", "devices"},
     {"distill"},
-    {"calibration", "headless"},
+    {"calibration", "headless", "significance", "routing"},
     {"catalogue", "compare", "evaluation", "bench", "training_cost", "hybrid"},
     {"stored"},
-    {"artifact", "card", "plots"},
+    {"evidence"},
+    {"artifact", "card", "plots", "pictures", "page", "journal", "run_folder"},
     {"prepare"},
+    {"moments"},
     {"pipeline", "finished", "inspection"},
     {"cli", "__main__", "__init__"},
 ]

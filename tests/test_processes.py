@@ -180,7 +180,7 @@ def test_a_loss_that_is_not_finite_on_one_process_ends_all(source: Path, images:
     try:
         for run in runs:
             _, stderr = run.communicate(timeout=200)
-            assert "error: stage attention, step 1 of 5: the loss at site 'blocks.0.attn' is nan" in stderr
+            assert "error: stage attention, step 5 of 5: the loss at site 'blocks.0.attn' is nan" in stderr
             assert run.returncode == 6
     finally:
         for run in runs:

@@ -1,16 +1,13 @@
 """The folder that a conversion writes, complete or absent, and reading it back.
 
-It is written to a temporary sibling, reloaded through timm and compared, and only then renamed.
+It is written aside, reloaded through timm and compared, and only then renamed.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,19 +15,23 @@ from typing import Any
 import timm
 import timm.models
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
 from vit2linear import hub
+from vit2linear.durable import written_aside
 from vit2linear.errors import ArtifactError, SourceError, Vit2LinearError
 from vit2linear.jsonfile import read_object
+from vit2linear.recipe import Recipe, read_recipe
 from vit2linear.stored import check_model, read_config, read_report
 
 WEIGHTS, CONFIG, RECIPE, REPORT, CARD = "model.safetensors", "config.json", "recipe.toml", "report.json", "README.md"
-FILES = [WEIGHTS, CONFIG, RECIPE, REPORT, CARD]
-"""All that an artifact consists of, and all that is ever uploaded."""
+METRICS = "metrics.jsonl"
+FILES = [WEIGHTS, CONFIG, RECIPE, REPORT, CARD, METRICS]
+"""All that an artifact consists of, and all that is ever uploaded. Without training there are no metrics."""
 LONGEST_NAME = 240
-"""Bytes of a folder's name: file systems take 255, and the temporary folder beside it has a longer one."""
+"""Bytes of a folder's name: file systems take 255, and the run folder beside it has a longer one."""
 LABELS = ("label_names", "label_descriptions")
 
 
@@ -49,6 +50,12 @@ class Artifact:
         """The arguments that build it again: base architecture, operators, sizes."""
         args: dict[str, Any] = read_config(self._file(CONFIG), self.name)["model_args"]
         return args
+
+    @property
+    def recipe(self) -> Recipe:
+        """The effective recipe."""
+        assert self.folder is not None
+        return read_recipe(self.folder / RECIPE)
 
     def model(self, **args: Any) -> nn.Module:
         """The converted model, in eval mode; ``args`` such as ``img_size`` go to the architecture.
@@ -125,38 +132,34 @@ def _is_there(path: Path) -> bool:
 
 def write(
     folder: Path, student: nn.Module, data_config: dict[str, Any], recipe: str, report: dict[str, Any], card: str
-) -> Artifact:
-    """Write a complete artifact, prove that it reloads to the same outputs, and move it into place.
+) -> None:
+    """Write a complete artifact and prove that it reloads to the same outputs.
 
     Args:
-        folder: final place; an artifact there is replaced at the last moment.
+        folder: where there is nothing yet.
         student: the converted model, on any device, in eval mode.
         data_config: timm's preprocessing for it.
         recipe, report, card: the contents of the other files.
 
     Raises:
-        ArtifactError: the disk refused, or the reloaded model differs.
+        ArtifactError: the reloaded model differs.
+        OSError: the disk refused.
     """
     student = student.cpu().eval()
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _sibling(folder) as temporary:
-            weights = {k: v.detach().contiguous() for k, v in student.state_dict().items()}
-            save_file(weights, temporary / WEIGHTS, metadata={"format": "pt"})
-            names = {k: student.pretrained_cfg[k] for k in LABELS if k in student.pretrained_cfg}  # type: ignore
-            timm.models._hub.save_config_for_hf(student, str(temporary / CONFIG), names, data_config=data_config)
-            _without_num_classes(temporary / CONFIG)
-            (temporary / RECIPE).write_text(recipe, "utf-8")
-            written = json.dumps(report, indent=2)
-            (temporary / REPORT).write_text(written + "\n", "utf-8")
-            (temporary / CARD).write_text(card, "utf-8")
-            _compare(student, temporary, data_config["input_size"])
-            _move(temporary, folder)
-    except OSError as error:
-        raise ArtifactError(
-            f"cannot write {str(folder)!r}: {error}.", "Free space or choose another --output."
-        ) from error
-    return Artifact(f"local-dir:{folder}", json.loads(written), folder)
+    with written_aside(folder) as aside:
+        weights = {k: v.detach().contiguous() for k, v in student.state_dict().items()}
+        try:
+            save_file(weights, aside / WEIGHTS, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        (aside / WEIGHTS).chmod(0o644)  # safetensors lets only the owner read it
+        names = {k: student.pretrained_cfg[k] for k in LABELS if k in student.pretrained_cfg}  # type: ignore
+        timm.models._hub.save_config_for_hf(student, str(aside / CONFIG), names, data_config=data_config)
+        _without_num_classes(aside / CONFIG)
+        (aside / RECIPE).write_text(recipe, "utf-8")
+        (aside / REPORT).write_text(json.dumps(report, indent=2) + "\n", "utf-8")
+        (aside / CARD).write_text(card, "utf-8")
+        _compare(student, aside, data_config["input_size"])
 
 
 def open_artifact(name: str | None, revision: str | None = None) -> Artifact:
@@ -186,7 +189,9 @@ def open_artifact(name: str | None, revision: str | None = None) -> Artifact:
 
 def newest(root: Path) -> Path:
     """The artifact under ``root`` (itself, or up to two folders down) that was written last."""
-    found = [p.parent for pattern in ("", "*/", "*/*/") for p in root.glob(pattern + REPORT) if is_artifact(p.parent)]
+    folders = [p.parent for pattern in ("", "*/", "*/*/") for p in root.glob(pattern + REPORT)]
+    # Not the one that a running conversion is about to move into place.
+    found = [folder for folder in folders if folder.parent.suffix != ".run" and is_artifact(folder)]
     if not found:
         raise ArtifactError(
             "no artifact was found under the current folder.", "Run 'vit2linear convert' first, or name a folder."
@@ -203,16 +208,6 @@ def is_artifact(folder: Path) -> bool:
         return False
 
 
-@contextmanager
-def _sibling(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside ``folder`` that is gone afterwards, whatever happened."""
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 def _without_num_classes(path: Path) -> None:
     """timm repeats num_classes among the model arguments, where transformers' wrapper cannot bear it."""
     config = json.loads(path.read_text("utf-8"))
@@ -227,17 +222,3 @@ def _compare(student: nn.Module, folder: Path, input_size: tuple[int, int, int])
         same = torch.equal(student(pixels), reloaded(pixels))
     if not same:
         raise ArtifactError("the written model does not reload to the same outputs; nothing was kept.")
-
-
-def _move(temporary: Path, folder: Path) -> None:
-    temporary.chmod(0o755)
-    if not folder.exists():
-        temporary.rename(folder)
-        return
-    with _sibling(folder) as old:
-        folder.rename(old / "old")
-        try:
-            temporary.rename(folder)
-        except BaseException:
-            (old / "old").rename(folder)
-            raise

@@ -9,7 +9,6 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from vit2linear.compare import EvalReport
-from vit2linear.distill.loop import StageReport
 from vit2linear.plan import Plan, plan_notes
 from vit2linear.recipe import KEEP, OPERATORS
 from vit2linear.sources.base import ModelRef
@@ -59,12 +58,15 @@ def render(
     ref: ModelRef,
     licence: dict[str, Any],
     plan: Plan,
-    stages: list[StageReport],
+    stages: Sequence[dict[str, Any]],
     report: EvalReport,
     start: str,
     calibrated: Sequence[int],
 ) -> str:
-    """The card's text, front matter included; ``start`` says what was copied, ``calibrated`` on how many images."""
+    """The card's text, front matter included.
+
+    ``stages`` are the record's, ``start`` says what was copied, ``calibrated`` on how many images.
+    """
     operators = sorted({s.op for s in plan.replaced})
     headless = report.agreement is None
     data = ModelCardData(
@@ -120,14 +122,14 @@ The method is "Copy the Same, Distill the Difference", arXiv 2609.35745.
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n{text}"))
 
 
-def _training(stages: list[StageReport], calibrated: Sequence[int]) -> str:
+def _training(stages: Sequence[dict[str, Any]], calibrated: Sequence[int]) -> str:
     """What was done to the weights."""
     parts = [f"calibrated in closed form on {max(calibrated):,} images"] if calibrated else []
     for labelled, how in ((False, "distilled label-free from it"), (True, "trained with labels beside it")):
         steps = [
-            f"{s.steps:,} steps of stage `{s.stage}` ({s.images:,} images)"
+            f"{s['steps']:,} steps of stage `{s['stage']}` ({s['images']:,} images)"
             for s in stages
-            if ("labels" in s.objective) == labelled
+            if ("labels" in s["objective"]) == labelled
         ]
         parts += [f"{how}: {', then '.join(steps)}"] if steps else []
     return ", ".join(parts if stages else [*parts, "not trained"])

@@ -17,13 +17,13 @@ PATIENCE = InitProcessGroupKwargs(timeout=timedelta(hours=2))
 
 def accelerator_for(recipe: Recipe) -> Accelerator:
     """Devices, processes and precision, as accelerate finds them; a device that is not there is an error."""
-    device, precision = recipe.run.device, recipe.run.precision
+    device, precision = recipe.run.device, recipe.run.mixed_precision
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not present.get(device, True):
         raise RecipeError(f"run.device is {device!r}, but there is no such device here.", "Use --device auto or cpu.")
     on_gpu = present["cuda"] and device in ("auto", "cuda")
     if precision == "fp16" and not on_gpu:
-        raise RecipeError("run.precision is 'fp16', which needs a CUDA GPU.", "Use --precision bf16 or no.")
+        raise RecipeError("run.mixed_precision is 'fp16', which needs a CUDA GPU.", "Use --mixed-precision bf16 or no.")
     if precision == "auto":
         precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "no"
     return Accelerator(cpu=device == "cpu", mixed_precision=precision, kwargs_handlers=[PATIENCE])

@@ -13,9 +13,12 @@
     │  ├─ WeightsError                        missing, unexpected or misshapen weights
     │  └─ SurgeryError                        no sites, a rule without a site, a failed audit
     ├─ DataError                          5   the images
+    │  └─ BadImageError                       one image that cannot be used
     ├─ DistillError                       6   training went wrong
+    │  └─ NotFiniteError                      a loss or gradient; a step is skipped, many in a row end the run
     ├─ ArtifactError                      7   the output folder or a written artifact
-    └─ PublishError                       8   push
+    ├─ PublishError                       8   push
+    └─ StoppedError                     130   SIGINT, 143 SIGTERM; --resume continues
 
 A message says what was seen and where; ``hint`` says what is allowed and what to do next. Anything outside this tree
 is a bug and shows its traceback.
@@ -25,13 +28,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import ClassVar
 
 
 class Vit2LinearError(Exception):
     """Base of every error that is turned into a sentence and an exit code."""
 
-    exit_code: ClassVar[int] = 1
+    exit_code: int = 1
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message if hint is None else f"{message} {hint}")
@@ -93,10 +95,31 @@ class DataError(Vit2LinearError):
     exit_code = 5
 
 
+class BadImageError(DataError):
+    """One image that cannot be used; whoever reads a set leaves it out and counts it."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name} cannot be used: {reason}.", "Repair or remove it.")
+        self.name = name
+        self.reason = reason
+
+
 class DistillError(Vit2LinearError):
     """Training cannot go on."""
 
     exit_code = 6
+
+
+class NotFiniteError(DistillError):
+    """A loss or a gradient norm that is not finite."""
+
+
+class StoppedError(Vit2LinearError):
+    """A signal ended the run; its exit code is the shell's, 128 and the signal's number."""
+
+    def __init__(self, signal_name: str, number: int, hint: str) -> None:
+        super().__init__(f"stopped by {signal_name}.", hint)
+        self.exit_code = 128 + number
 
 
 class ArtifactError(Vit2LinearError):

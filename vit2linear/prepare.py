@@ -10,7 +10,8 @@ from typing import Any
 from timm.data import resolve_model_data_config
 
 from vit2linear import artifact, hybrid, model
-from vit2linear.distill.loop import check_stages
+from vit2linear.class_map import ClassMap, read_class_map
+from vit2linear.distill.stages import check_stages
 from vit2linear.evaluation import default_images
 from vit2linear.images import DEFAULT_NOTE
 from vit2linear.initial import copied_keys, start_words
@@ -36,6 +37,7 @@ class Prepared:
     probe: Probe
     parameters: int
     num_classes: int
+    class_map: ClassMap | None
     data_config: dict[str, Any]
     notes: tuple[str, ...]
 
@@ -81,6 +83,10 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
     if stages != recipe.distill:
         notes.append("the model has no class head: the loss 'logits' is left out")
         recipe = dataclasses.replace(recipe, distill=stages)
+    class_map = None
+    if recipe.data.class_map is not None:
+        labels = spec.pretrained_cfg.get("label_names")
+        class_map = read_class_map(recipe.data.class_map, labels, int(skeleton.num_classes))  # type: ignore[arg-type]
     if recipe.data.path is None and ref.name != DEMO:
         notes.append(DEFAULT_NOTE)
     steps = recipe.distill.steps if recipe.distill.steps is not None else 300 if ref.name == DEMO else 2000
@@ -99,7 +105,8 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
     data_config = resolve_model_data_config(skeleton)
     data_config["input_size"] = model.input_size(skeleton)
     parameters = sum(p.numel() for p in skeleton.parameters())
-    return Prepared(recipe, ref, spec, plan, probed, parameters, int(skeleton.num_classes), data_config, tuple(notes))  # type: ignore[arg-type]
+    classes = int(skeleton.num_classes)  # type: ignore[arg-type]
+    return Prepared(recipe, ref, spec, plan, probed, parameters, classes, class_map, data_config, tuple(notes))
 
 
 def _default_output(ref: ModelRef, plan: Plan) -> str:

@@ -137,6 +137,8 @@ class DistillOptions:
     """Optimiser steps of all stages together; default: 300 for ``demo``, otherwise 2,000. 0 converts only."""
     batch_size: int = 64
     """Images in one optimiser step, over all processes."""
+    grad_accum_steps: int = 1
+    """The images of a step go through in so many parts, one after the other; their gradients add up."""
     warmup: float = 0.05
     """Share of each stage's steps spent on linear warm-up."""
     clip: float = 1.0
@@ -171,12 +173,25 @@ class DistillOptions:
 class DataOptions:
     """``[data]``: the images."""
 
-    path: str | None = None
-    """Folder or ``datasets`` id; default: the demo's images for ``demo``, otherwise ``timm/mini-imagenet``."""
+    path: str | tuple[str, ...] | None = None
+    """Folder, archive, tables, pattern of them, or ``datasets`` id, or an array of several, which are mixed; default:
+    the demo's images for ``demo``, otherwise ``timm/mini-imagenet``."""
+    split: str | None = None
+    """Split to learn from; default: ``train``, or all images."""
+    val_split: str | None = None
+    """Split to judge by; default: ``validation``, ``val`` or ``test``, or 5% of the images, held out."""
+    class_map: str | None = None
+    """JSON or TOML file with the model's index or label for each class of the images, or a text with a class a line in
+    the model's order."""
+    streaming: bool = True
+    """Read a set on the Hub while it is fetched; ``false`` fetches it whole first."""
     workers: int = 2
     """Loader processes."""
     eval_samples: int | None = None
     """Evaluate at most so many images; default: all."""
+    max_bad: float = 0.01
+    """Share of the images that may be unreadable: they are left out, counted and named; above it the run stops with
+    their list. 0 stops at the first."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +212,10 @@ class RunOptions:
     """Of everything random; the same seed gives the same weights on the same machine."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """``auto`` is what accelerate finds."""
-    precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
-    """Autocast type; ``auto`` is bf16 on a GPU that has it, otherwise none."""
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
+    """Autocast type; ``no`` is float32 throughout, ``auto`` is bf16 on a GPU that has it, otherwise none."""
+    checkpoint_every: int | None = None
+    """Steps between two checkpoints; default: as many as take about 10 minutes."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +245,7 @@ class Recipe:
             *(("source.img_size", side, 1, 16_384) for side in (sides if isinstance(sides, tuple) else [sides])),
             ("distill.steps", d.steps, 0, None),
             ("distill.batch_size", d.batch_size, 1, None),
+            ("distill.grad_accum_steps", d.grad_accum_steps, 1, None),
             ("distill.warmup", d.warmup, 0, 1),
             ("distill.clip", d.clip, 1e-12, None),
             ("distill.temperature", d.temperature, 1e-12, None),
@@ -237,7 +255,9 @@ class Recipe:
             ("distill.calibration.ridges", min(d.calibration.ridges, default=0), 1e-12, None),
             ("data.workers", self.data.workers, 0, None),
             ("data.eval_samples", self.data.eval_samples, 1, None),
+            ("data.max_bad", self.data.max_bad, 0, 1),
             ("run.seed", self.run.seed, 0, 2**32 - 1),
+            ("run.checkpoint_every", self.run.checkpoint_every, 1, None),
         ]
         for name, stage in d.stages.items():
             ranges += [
@@ -250,6 +270,13 @@ class Recipe:
                 problems.append(f"{key}: {value} is out of range, must be {wanted}")
         if sum(stage.share for stage in d.stages.values()) <= 0:
             problems.append("distill: the shares of the stages are all 0")
+        paths = self.data.path if isinstance(self.data.path, tuple) else ()
+        if self.data.path in ("", ()) or "" in paths or len({*paths}) < len(paths):
+            problems.append(f"data.path: {self.data.path!r} names nothing, or a set twice")
+        if self.data.split is not None and self.data.split == self.data.val_split:
+            problems.append(
+                f"data.val_split: {self.data.split!r} is data.split as well; they are never the same images"
+            )
         if not self.convert:
             problems.append("convert: at least one rule is needed")
         for i, rule in enumerate(self.convert):

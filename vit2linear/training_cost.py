@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from vit2linear.bench import SOFTMAX, Job, added_mib, in_fresh_process, interleaved
 from vit2linear.distill.forward import run
-from vit2linear.distill.loop import TASKS, check_stages, objective_of, parameter_groups
+from vit2linear.distill.optimiser import parameter_groups
+from vit2linear.distill.stages import TASKS, check_stages, objective_of
 from vit2linear.recipe import DistillOptions
 from vit2linear.sizes import Size
 

@@ -11,8 +11,22 @@ import typer
 from vit2linear.errors import RecipeError
 
 Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Images: folders, .tar, .zip, .parquet, a pattern of them, or a Hub data set OWNER/NAME; repeat it to mix."
+    ),
+]
+Split = Annotated[str | None, typer.Option("--split", help="Split of the images to learn from; default: train.")]
+ValSplit = Annotated[
+    str | None, typer.Option("--val-split", help="Split to judge by; default: validation or test, or 5% held out.")
+]
+ClassMap = Annotated[
     str | None,
-    typer.Option(help="Images: class folders, a flat folder, tables, or a Hub data set OWNER/NAME."),
+    typer.Option(metavar="FILE", help="JSON, TOML or text: which class of the model each class of the images is."),
+]
+Stream = Annotated[
+    bool | None,
+    typer.Option("--stream/--no-stream", help="Read a Hub data set while it is fetched, or fetch it first."),
 ]
 IgnoreLabels = Annotated[
     bool, typer.Option("--ignore-labels", help="Do not match the images' classes with the model's.")
@@ -20,6 +34,12 @@ IgnoreLabels = Annotated[
 BatchSize = Annotated[int | None, typer.Option("--batch-size", "-b", help="Images in a batch, over all processes.")]
 Workers = Annotated[int | None, typer.Option("--workers", "-j", help="Loader processes.")]
 EvalSamples = Annotated[int | None, typer.Option("--num-samples", help="Evaluate at most so many images.")]
+MaxBad = Annotated[
+    str | None,
+    typer.Option(
+        "--max-bad", metavar="SHARE", help="Images that may be unreadable, such as 5% or 0.05; default 1%; 0: none."
+    ),
+]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else there.")]
 
@@ -29,6 +49,11 @@ ImgSize = Annotated[
     str | None,
     typer.Option("--img-size", help="Input in pixels: 384, or HEIGHTxWIDTH such as 512x768.", metavar="SIZE"),
 ]
+
+
+def one_or_many(paths: list[str] | None) -> str | list[str] | None:
+    """``--data`` as in a recipe: a string where it was given once."""
+    return paths[0] if paths and len(paths) == 1 else paths or None
 
 
 def key_value(text: str) -> tuple[str, Any]:
@@ -65,6 +90,22 @@ def sites_to_keep(texts: Sequence[str]) -> tuple[int | None, list[str]]:
             "For example: --keep-softmax 2, or --keep-softmax blocks.0.attn,blocks.11.attn.",
         )
     return (counts[0] if counts else None), globs
+
+
+def share(text: str, option: str) -> float:
+    """``1%`` or ``0.01`` as a share.
+
+    Raises:
+        RecipeError: something else, or not between 0 and 1.
+    """
+    number, percent, rest = text.strip().partition("%")
+    try:
+        value = float(number) / (100 if percent else 1)
+    except ValueError:
+        value = -1.0
+    if rest or not 0 <= value <= 1:
+        raise RecipeError(f"{option}: {text!r} is no share of the images.", "Give 0% to 100%, or 0 to 1: 5% or 0.05.")
+    return value
 
 
 def numbers(text: str, option: str) -> list[int]:

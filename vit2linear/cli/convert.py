@@ -46,6 +46,10 @@ def convert(
         ),
     ] = None,
     data: o.Data = None,
+    split: o.Split = None,
+    val_split: o.ValSplit = None,
+    class_map: o.ClassMap = None,
+    stream: o.Stream = None,
     distill_steps: Annotated[
         int | None, typer.Option(help="Optimiser steps of all stages together; 0 converts without training.")
     ] = None,
@@ -67,10 +71,20 @@ def convert(
     batch_size: o.BatchSize = None,
     workers: o.Workers = None,
     num_samples: o.EvalSamples = None,
+    max_bad: o.MaxBad = None,
     ignore_labels: o.IgnoreLabels = False,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random.")] = None,
     device: o.Device = None,
-    precision: Annotated[str | None, typer.Option(help="auto, no, bf16 or fp16.")] = None,
+    mixed_precision: Annotated[str | None, typer.Option(help="auto, no (float32), bf16 or fp16.")] = None,
+    grad_accum_steps: Annotated[
+        int | None, typer.Option(help="Parts in which the images of a step go through; saves memory.")
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints; default: about every 10 minutes.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint of the same, interrupted command.")
+    ] = False,
     license: Annotated[str | None, typer.Option(help="Licence of the source, where it states none.")] = None,  # noqa: A002
     json: o.Json = False,
 ) -> None:
@@ -107,14 +121,21 @@ def convert(
             distill__steps=distill_steps,
             distill__calibration__images=calibrate,
             distill__batch_size=batch_size,
-            data__path=data,
+            data__path=o.one_or_many(data),
+            data__split=split,
+            data__val_split=val_split,
+            data__class_map=class_map,
+            data__streaming=stream,
             data__workers=workers,
             data__eval_samples=num_samples,
+            data__max_bad=o.share(max_bad, "--max-bad") if max_bad is not None else None,
             output__dir=str(output) if output is not None else None,
             output__license=license,
             run__seed=seed,
             run__device=device,
-            run__precision=precision,
+            run__mixed_precision=mixed_precision,
+            run__checkpoint_every=checkpoint_every,
+            distill__grad_accum_steps=grad_accum_steps,
         ).check()
 
         from vit2linear import pipeline, prepare
@@ -128,7 +149,9 @@ def convert(
                 _show_plan(prepared)
             return
         with TerminalReporter() as reporter:
-            artifact = pipeline.convert(request, overwrite=overwrite, ignore_labels=ignore_labels, reporter=reporter)
+            artifact = pipeline.convert(
+                request, overwrite=overwrite, resume=resume, ignore_labels=ignore_labels, reporter=reporter
+            )
         if not artifact.report:
             return
         if json:
@@ -166,9 +189,10 @@ def _show_plan(prepared: Prepared) -> None:
     for note in prepared.notes:
         err.print(note, markup=False)
     recipe = prepared.recipe
+    data = recipe.data.path if isinstance(recipe.data.path, str) else " and ".join(recipe.data.path or ())
     err.print(
         f"{prepared.parameters:,} parameters; {recipe.distill.steps} steps of {recipe.distill.batch_size} images from "
-        f"{recipe.data.path}; would write {prepared.output}. Nothing was read or written.",
+        f"{data}; would write {prepared.output}. Nothing was read or written.",
         markup=False,
     )
 

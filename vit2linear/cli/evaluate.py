@@ -21,11 +21,16 @@ def evaluate(
         ),
     ] = None,
     data: o.Data = None,
+    split: o.Split = None,
+    val_split: o.ValSplit = None,
+    class_map: o.ClassMap = None,
+    stream: o.Stream = None,
     teacher: Annotated[str | None, typer.Option(help="Where the source is, if its folder has moved.")] = None,
     img_size: o.ImgSize = None,
     batch_size: o.BatchSize = None,
     workers: o.Workers = None,
     num_samples: o.EvalSamples = None,
+    max_bad: o.MaxBad = None,
     ignore_labels: o.IgnoreLabels = False,
     device: o.Device = None,
     json: o.Json = False,
@@ -46,17 +51,23 @@ def evaluate(
             distill__batch_size=batch_size,
             data__workers=workers,
             data__eval_samples=num_samples,
+            data__max_bad=o.share(max_bad, "--max-bad") if max_bad is not None else None,
         ).check()
         artifact = open_artifact(model)
         err.print(f"Evaluating {artifact.name}", markup=False)
         report = finished.evaluate(
             artifact,
-            data=data,
+            data=o.one_or_many(data),
+            split=split,
+            val_split=val_split,
+            class_map=class_map,
+            streaming=stream,
             teacher=teacher,
             ignore_labels=ignore_labels,
             batch_size=request.distill.batch_size,
             workers=request.data.workers,
             limit=request.data.eval_samples,
+            max_bad=request.data.max_bad,
             device=device or "auto",
             size=parse_size(img_size) if img_size is not None else None,
             reporter=TerminalReporter(),
@@ -66,6 +77,8 @@ def evaluate(
             return
         for table in _tables(artifact.name, report):
             out.print(table)
+        if report.difference is not None:
+            out.print(f"Top-1, student against teacher: {report.difference.words}.", markup=False)
 
 
 def _tables(name: str, report: EvalReport) -> list[object]:
@@ -77,6 +90,7 @@ def _tables(name: str, report: EvalReport) -> list[object]:
         ("top-5, %", "top5"),
         ("10-NN, %", "knn"),
         ("ridge probe, %", "probe"),
+        ("calibration error, %", "calibration_error"),
         ("images/s", "images_per_second"),
     ):
         a, b = getattr(report.teacher, key), getattr(report.student, key)
@@ -89,7 +103,11 @@ def _tables(name: str, report: EvalReport) -> list[object]:
     rows.append(["cosine of features", "", f"{report.feature_cosine:.4f}", ""])
     rows.append(["speed against teacher", "", f"{report.speedup:.2f}x", ""])
     errors = [[path, f"{error:.4f}"] for path, error in report.site_errors.items()]
-    return [
+    tables: list[object] = [
         table(f"{name} on {report.data}, {report.images:,} images", ["", "teacher", "student", ""], rows),
         table("Unexplained energy of attention outputs (0 equal, 1 as bad as zero)", ["site", "error"], errors),
     ]
+    if report.lost_classes:
+        lost = [[c.name, str(c.images), f"{c.teacher:.1f}", f"{c.student:.1f}"] for c in report.lost_classes]
+        tables.append(table("Classes that lost most, top-1 in %", ["class", "images", "teacher", "student"], lost))
+    return tables

@@ -1,46 +1,36 @@
-"""The one training loop: AdamW, linear warm-up, cosine, clipping, averaged weights, progress."""
+"""The one training loop: batches in, a trained student out, and its state between any two steps."""
 
 from __future__ import annotations
 
-import itertools
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from timm.utils import ModelEmaV3
-from torch import nn
+from torch import Tensor, nn
 
 from vit2linear.data import Batch
-from vit2linear.distill.tasks import ModelTask, SiteTask, Task
-from vit2linear.errors import DistillError, RecipeError
-from vit2linear.losses import LOSSES, Objective
-from vit2linear.operator import Operator
-from vit2linear.recipe import DistillOptions, Stage
+from vit2linear.distill.averaged import Averaged, keep_better
+from vit2linear.distill.keeper import Keeper, Saved
+from vit2linear.distill.optimiser import optimiser_tensors, parameter_groups, restore_optimiser, warmup_cosine
+from vit2linear.distill.stages import TASKS, objective_of
+from vit2linear.distill.tasks import ModelTask
+from vit2linear.distill.watch import Watch
+from vit2linear.errors import DistillError, NotFiniteError, Vit2LinearError
+from vit2linear.recipe import DistillOptions
 from vit2linear.reporting import Progress, Reporter
-from vit2linear.site import sites_of
 
-TASKS: dict[str, type[Task]] = {"attention": SiteTask, "feature": ModelTask, "task": ModelTask}
-CHECK_BATCH = 64
-"""Images of one forward when weights are chosen."""
-
-
-@dataclass(frozen=True)
-class Averaged:
-    """The averaged weights against the last ones, by the stage's loss on training images in the evaluation view."""
-
-    decay: float
-    loss: float
-    loss_averaged: float
-
-    @property
-    def kept(self) -> bool:
-        """Whether the average was better."""
-        return self.loss_averaged < self.loss
+CURVE = 100
+"""Points of the curve in a report."""
+LOGGED = 1000
+"""Lines of metrics of a stage, about."""
+WAITING = 0.2
+"""Share of the time spent waiting for images from which on it is said."""
 
 
 @dataclass(frozen=True)
@@ -58,46 +48,26 @@ class StageReport:
     losses: tuple[tuple[int, float], ...]
     """(step, loss), at most about 100 of them."""
     averaged: Averaged | None = None
+    skipped: int = 0
+    """Steps whose loss or gradient was not finite, so that they changed nothing."""
+    waiting: float = 0.0
+    """Share of the time spent waiting for images."""
 
 
-def check_stages(options: DistillOptions, operators: Iterable[type[Operator]], num_classes: int) -> DistillOptions:
-    """The stages as they can run with these operators: without a head there is no loss ``logits``.
+@dataclass
+class _Progress:
+    """What a checkpoint carries beside tensors; JSON."""
 
-    Raises:
-        UnknownNameError: a loss that does not exist.
-        RecipeError: a loss that its stage, the operators or the model cannot give.
-    """
-    stages = dict(options.stages)
-    for name, stage in options.stages.items():
-        weights = {n: w for n, w in stage.losses.items() if n != "logits" or num_classes}
-        stages[name] = replace(stage, losses=weights)
-        where, objective = f"distill.{name}.losses", Objective(weights)
-        for loss in weights:
-            missing = sorted(LOSSES[loss].needs - TASKS[name].fields)
-            if missing:
-                allowed = sorted(n for n, known in LOSSES.items() if known.needs <= TASKS[name].fields)
-                raise RecipeError(f"{where}: {loss!r} needs {', '.join(missing)}; possible here: {', '.join(allowed)}.")
-        if stage.share and not weights:
-            raise RecipeError(f"{where}: no loss is left for a model without a class head.", "Use feature.")
-        if stage.share and "labels" in objective.needs and not num_classes:
-            raise RecipeError(f"{where}: 'labels' needs a class head, and the model has none.")
-        for op in operators if stage.share and "maps" in objective.needs else ():
-            if not op.has_map or op.streams > 1 or (op.signed and "map_kl" in weights):
-                fault = "whose routing map can be negative" if op.signed else "which has no such routing map"
-                raise RecipeError(f"{where}: maps are compared with operator {op.name!r}, {fault}.", "Use site_output.")
-    return replace(options, attention=stages["attention"], feature=stages["feature"], task=stages["task"])
-
-
-def objective_of(options: DistillOptions, stage: str) -> Objective:
-    """What a stage minimises."""
-    return Objective(options.stages[stage].losses, options.temperature, options.label_smoothing)
-
-
-def split_steps(options: DistillOptions, total: int) -> dict[str, int]:
-    """Optimiser steps of each stage, summing to ``total``."""
-    shares = [stage.share for stage in options.stages.values()]
-    ends = [0, *(round(total * part / sum(shares)) for part in itertools.accumulate(shares))]
-    return {name: b - a for name, a, b in zip(options.stages, ends, ends[1:], strict=False)}
+    step: int = 0
+    applied: int = 0
+    """Steps that changed the weights; the schedule follows them."""
+    parts: int = 1
+    """The images of a step go through in so many parts."""
+    images: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    watch: Watch = field(default_factory=Watch)
 
 
 def run_stage(
@@ -110,6 +80,7 @@ def run_stage(
     accelerator: Accelerator,
     reporter: Reporter,
     check: Batch | None = None,
+    keeper: Keeper | None = None,
 ) -> StageReport:
     """Train ``student`` in place for ``steps`` batches; it ends in eval mode with gradients cleared.
 
@@ -117,117 +88,220 @@ def run_stage(
         name: of the stage.
         teacher: the source with the exact softmax at the student's sites.
         student: what is trained.
-        batches: pixels and the model's classes, -1 where there is none.
+        batches: pixels and the model's classes, -1 where there is none; those that are left, where it is resumed.
         steps: optimiser steps.
         options: learning rates filled in (``at_width``).
         accelerator: devices, processes, precision.
         reporter: told about every step.
         check: images that decide between the last and the averaged weights; without them there is no average.
+        keeper: is given the state of the stage, and gives it back where the stage is resumed.
 
     Raises:
-        DistillError: a loss or gradient that is not finite, naming site or step.
+        NotFiniteError: many losses or gradients in a row, naming site and step.
+        DistillError: another process was lost.
+        StoppedError: by the keeper.
     """
-    stage = options.stages[name]
-    groups = parameter_groups(student, stage)
-    trained = [p for g in groups for p in g["params"]]
-    task = TASKS[name](teacher, student, objective_of(options, name))
-    # Dropout and drop path stay off: the teacher's function is what is learned, and it is deterministic.
-    teacher.eval().requires_grad_(False)
-    student.eval().requires_grad_(False)
-    for parameter in trained:
-        parameter.requires_grad_(True)
-    task.prepare(accelerator)
-    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.999))
-    schedule = torch.optim.lr_scheduler.LambdaLR(adamw, _warmup_cosine(steps, options.warmup))
-    optimizer = accelerator.prepare(adamw)
-    averages = check is not None and options.ema > 0 and isinstance(task, ModelTask)
-    ema = ModelEmaV3(student, options.ema, use_warmup=True) if averages else None
-    curve: list[tuple[int, float]] = []
-    start, images = time.perf_counter(), 0
-    for step, batch in enumerate(batches, 1):
-        pixels, labels = (x.to(accelerator.device, non_blocking=True) for x in batch)
+    stage = _Stage(name, teacher, student, steps, options, accelerator, reporter, check is not None)
+    keeper = keeper or Keeper()
+    if keeper.resumed is not None:
+        stage.restore(keeper.resumed)
+    kept = stage.done.step
+    try:
+        while (batch := stage.wait(batches)) is not None:
+            stage.step(batch, keeper)
+            stop = keeper.stop_wanted()
+            if stop or keeper.due(stage.done.step):
+                keeper.save(stage.saved())
+                kept = stage.done.step
+            if stop:
+                keeper.stop()
+    except NotFiniteError:
+        raise  # the checkpoint before is the better one
+    except BaseException:
+        # Whatever it was: what has been learned since is worth a checkpoint, if it is whole.
+        if stage.settled and stage.done.step > kept:
+            with suppress(Vit2LinearError):
+                keeper.save(stage.saved())
+        raise
+    return stage.end(check)
+
+
+class _Stage:
+    """A stage that runs."""
+
+    def __init__(
+        self,
+        name: str,
+        teacher: nn.Module,
+        student: nn.Module,
+        steps: int,
+        options: DistillOptions,
+        accelerator: Accelerator,
+        reporter: Reporter,
+        averages: bool,
+    ) -> None:
+        self.name, self.student, self.steps, self.options = name, student, steps, options
+        self.accelerator, self.reporter = accelerator, reporter
+        self.objective = options.stages[name].losses
+        groups = parameter_groups(student, options.stages[name])
+        self.trained = [p for g in groups for p in g["params"]]
+        self.task = TASKS[name](teacher, student, objective_of(options, name))
+        # Dropout and drop path stay off: the teacher's function is what is learned, and it is deterministic.
+        teacher.eval().requires_grad_(False)
+        student.eval().requires_grad_(False)
+        for parameter in self.trained:
+            parameter.requires_grad_(True)
+        self.task.prepare(accelerator)
+        for group in groups:
+            group["initial_lr"] = group["lr"]
+        self.adamw = torch.optim.AdamW(groups, betas=(0.9, 0.999))
+        self.optimizer = accelerator.prepare(self.adamw)
+        self.schedule = self._schedule(0)
+        averages = averages and options.ema > 0 and isinstance(self.task, ModelTask)
+        self.ema = ModelEmaV3(student, options.ema, use_warmup=True) if averages else None
+        self.done = _Progress(parts=options.grad_accum_steps)
+        self.settled = True
+        """Whether the state is that between two steps."""
+        self.fresh_images, self.started = 0, time.perf_counter()
+
+    def _schedule(self, applied: int) -> torch.optim.lr_scheduler.LambdaLR:
+        return torch.optim.lr_scheduler.LambdaLR(
+            self.adamw, warmup_cosine(self.steps, self.options.warmup), last_epoch=applied - 1
+        )
+
+    def wait(self, batches: Iterator[Batch]) -> Batch | None:
+        """The next batch, with the time that it took to come."""
+        start = time.perf_counter()
+        batch = next(batches, None)
+        self.done.waited += time.perf_counter() - start
+        self.done.seconds += time.perf_counter() - start
+        return batch
+
+    def step(self, batch: Batch, keeper: Keeper) -> None:
+        """One optimiser step; one whose loss or gradient is not finite changes nothing and is counted."""
+        start, done, step = time.perf_counter(), self.done, self.done.step + 1
+        pixels, labels = (x.to(self.accelerator.device, non_blocking=True) for x in batch)
+        value = norm = float("nan")
         try:
-            loss = task.backward(accelerator, pixels, labels)
-        except DistillError as error:
-            raise DistillError(f"stage {name}, step {step} of {steps}: {error.message}", error.hint) from error
-        norm = accelerator.clip_grad_norm_(trained, options.clip)
-        if accelerator.scaler is None and not torch.isfinite(norm):
-            raise DistillError(f"stage {name}, step {step} of {steps}: the gradient norm is {float(norm)}.")
-        optimizer.step()
-        if not optimizer.step_was_skipped:  # fp16, where the loss scale was too large
-            schedule.step()
-        optimizer.zero_grad()
-        if ema is not None:
-            ema.update(student, step)
-        images += pixels.shape[0] * accelerator.num_processes
-        value = float(loss)
-        if step == 1 or step == steps or step % max(1, steps // 100) == 0:
-            curve.append((step, value))
-        rate = images / (time.perf_counter() - start)
-        left = (steps - step) * images / step / rate
-        reporter.progress(Progress(name, step, steps, value, rate, left))
-    averaged = None
-    if ema is not None and check is not None and isinstance(task, ModelTask):
-        averaged = _keep_better(task, student, ema, check, accelerator)
-    student.requires_grad_(True)
-    if accelerator.device.type != "cpu" or accelerator.scaler is not None:
-        # Accelerate holds every optimiser: its memory, and fp16 unscales for each, the next stage's gradients twice.
-        accelerator.free_memory()
-    seconds = time.perf_counter() - start
-    return StageReport(
-        name, stage.losses, steps, images, seconds, sum(p.numel() for p in trained), tuple(curve), averaged
-    )
+            value = float(self._gradients(pixels, labels))
+            norm = float(self.accelerator.clip_grad_norm_(self.trained, self.options.clip))
+            if self.accelerator.scaler is None and not abs(norm) < float("inf"):
+                raise NotFiniteError(f"the gradient norm is {norm}.", self.task.remedy)
+            self.settled = False
+            self.optimizer.step()
+            if self.optimizer.step_was_skipped:
+                raise NotFiniteError("gradients overflow fp16.", "Use --mixed-precision bf16.")
+            self.schedule.step()
+            if self.ema is not None:
+                self.ema.update(self.student, step)
+            done.applied += 1
+        except NotFiniteError as error:
+            try:
+                done.watch.skip(error)
+            except NotFiniteError as last:
+                raise NotFiniteError(f"{self._where(step)}: {last.message}", last.hint) from error
+        else:
+            if (warning := done.watch.see(value)) is not None:
+                self.reporter.say(f"stage {self.name}, step {step}: {warning}")
+        self.optimizer.zero_grad()
+        done.step, self.settled = step, True
+        done.seconds += time.perf_counter() - start
+        self._tell(value, norm, pixels.shape[0] * self.accelerator.num_processes, keeper)
 
+    def _gradients(self, pixels: Tensor, labels: Tensor) -> Tensor:
+        """Of the whole step; where memory runs out, in twice as many parts from now on."""
+        while True:
+            try:
+                return self.task.backward(self.accelerator, pixels, labels, self.done.parts)
+            except RuntimeError as error:
+                if self.accelerator.num_processes > 1:
+                    where, seen = self._where(self.done.step + 1), str(error).partition(". ")[0]
+                    raise DistillError(
+                        f"{where}: the processes lost each other ({seen}).",
+                        "See what ended the other one; then run the same command with --resume.",
+                    ) from error
+                if not should_reduce_batch_size(error) or self.done.parts >= len(pixels):
+                    raise
+            self.optimizer.zero_grad()
+            clear_device_cache(garbage_collection=True)
+            self.done.parts *= 2
+            self.reporter.say(f"out of memory: the images of a step now go through in {self.done.parts} parts")
 
-def _keep_better(
-    task: ModelTask, student: nn.Module, ema: ModelEmaV3, check: Batch, accelerator: Accelerator
-) -> Averaged:
-    """Leave the averaged weights in ``student`` where the stage's loss on ``check`` is lower with them."""
+    def _tell(self, loss: float, norm: float, images: int, keeper: Keeper) -> None:
+        step, steps = self.done.step, self.steps
+        self.done.images += images
+        self.fresh_images += images
+        rate = self.fresh_images / (time.perf_counter() - self.started)
+        if loss < float("inf") and (step in (1, steps) or step % max(1, steps // CURVE) == 0):
+            self.done.curve.append((step, loss))
+        if step in (1, steps) or step % max(1, steps // LOGGED) == 0:
+            lr = float(self.schedule.get_last_lr()[0])
+            shown: dict[str, float] = {"loss": loss, "gradient_norm": norm, "lr": lr, "images_per_second": rate}
+            keeper.log(step, {**shown, "waiting": self._waiting, "skipped": self.done.watch.skipped})
+        left = (steps - step) * images / rate
+        self.reporter.progress(Progress(self.name, step, steps, loss, rate, left))
 
-    @torch.no_grad()
-    def loss() -> float:
-        parts = zip(*(x.to(accelerator.device).split(CHECK_BATCH) for x in check), strict=True)
-        found = [task.loss(accelerator, pixels, labels) * len(pixels) for pixels, labels in parts]
-        # Rounding may differ between processes; what they keep must not.
-        return float(broadcast(torch.stack(found).sum() / len(check[0])))
+    def _where(self, step: int) -> str:
+        return f"stage {self.name}, step {step} of {self.steps}"
 
-    last = {k: v.clone() for k, v in student.state_dict().items()}
-    before = loss()
-    student.load_state_dict(ema.module.state_dict())
-    report = Averaged(ema.decay, before, loss())
-    if not report.kept:
-        student.load_state_dict(last)
-    return report
+    @property
+    def _waiting(self) -> float:
+        return self.done.waited / max(self.done.seconds, 1e-9)
 
+    def _finite(self) -> bool:
+        return bool(torch.stack([p.isfinite().all() for p in self.trained]).all())
 
-def parameter_groups(student: nn.Module, stage: Stage) -> list[dict[str, Any]]:
-    """AdamW groups: copied attention, new operator weights, the rest; matrices decay, vectors do not.
+    def saved(self) -> Saved:
+        """The state between two steps."""
+        if not self._finite():
+            raise DistillError(f"{self._where(self.done.step)}: weights are no longer finite.")
+        tensors = {"student": self.student.state_dict(), "optimiser": optimiser_tensors(self.adamw)}
+        if self.ema is not None:
+            tensors["average"] = self.ema.module.state_dict()
+        scaler = self.accelerator.scaler
+        return Saved(self.done.step, tensors, {**asdict(self.done), "scaler": scaler and scaler.state_dict()})
 
-    A group whose learning rate is 0 is left out, so its weights stay bitwise as they were copied.
-    """
-    paths = tuple(f"{path}." for path in sites_of(student))
-    rates = {"attention": stage.lr or 0.0, "new": stage.lr_new or 0.0, "rest": stage.lr_rest or 0.0}
-    groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
-    for name, parameter in student.named_parameters():
-        kind = "rest" if not name.startswith(paths) else "new" if ".op." in name else "attention"
-        if rates[kind] > 0:
-            groups.setdefault((kind, parameter.ndim >= 2), []).append(parameter)
-    if not groups:
-        raise DistillError("every learning rate of the stage is 0, so nothing would be trained.")
-    return [
-        {"params": parameters, "lr": rates[kind], "weight_decay": stage.weight_decay if decays else 0.0}
-        for (kind, decays), parameters in groups.items()
-    ]
+    def restore(self, saved: Saved) -> None:
+        """Go on from there; the student has its weights already."""
+        state: dict[str, Any] = dict(saved.state)
+        scaler, watch, curve = state.pop("scaler"), Watch(**state.pop("watch")), [*map(tuple, state.pop("curve"))]
+        self.done = _Progress(**state, watch=watch, curve=curve)
+        restore_optimiser(self.adamw, saved.tensors["optimiser"])
+        self.schedule = self._schedule(self.done.applied)
+        if self.ema is not None:
+            self.ema.module.load_state_dict(saved.tensors["average"])
+        if scaler is not None and self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(scaler)
 
-
-def _warmup_cosine(steps: int, warmup: float) -> Callable[[int], float]:
-    """Factor on the peak rate: linear over the first ``warmup`` share, then cosine to 1%."""
-    ramp = max(1, round(warmup * steps))
-
-    def factor(step: int) -> float:
-        if step < ramp:
-            return (step + 1) / ramp
-        done = (step - ramp) / max(1, steps - ramp)
-        return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-    return factor
+    def end(self, check: Batch | None) -> StageReport:
+        """Choose the weights, put everything back, and report."""
+        done, averaged = self.done, None
+        if not self._finite() or (done.step and not done.applied):
+            reason = done.watch.reason or "weights are no longer finite."
+            raise NotFiniteError(f"{self._where(done.step)}: {reason}", self.task.remedy)
+        if self.ema is not None and check is not None and isinstance(self.task, ModelTask):
+            averaged = keep_better(self.task, self.student, self.ema, check, self.accelerator)
+        self.student.requires_grad_(True)
+        if self.accelerator.device.type != "cpu" or self.accelerator.scaler is not None:
+            # Accelerate holds every optimiser: its memory, and fp16 would unscale the next stage's gradients for each.
+            self.accelerator.free_memory()
+        if self._waiting > WAITING:
+            self.reporter.say(
+                f"stage {self.name}: {self._waiting:.0%} of the time went into waiting for images; "
+                "more --workers, smaller files or a faster disk would help"
+            )
+        if done.watch.skipped:
+            self.reporter.say(f"stage {self.name}: {done.watch.skipped} steps were skipped, they were not finite")
+        trainable = sum(p.numel() for p in self.trained)
+        return StageReport(
+            self.name,
+            self.objective,
+            done.step,
+            done.images,
+            done.seconds,
+            trainable,
+            tuple(done.curve),
+            averaged,
+            done.watch.skipped,
+            self._waiting,
+        )

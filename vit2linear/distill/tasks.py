@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from vit2linear.distill.forward import Reached, maps_captured, run, run_until_reached
-from vit2linear.errors import DistillError
+from vit2linear.errors import NotFiniteError
 from vit2linear.losses import Objective, Outputs
 from vit2linear.site import LinearAttention, sites_of
 
@@ -26,6 +26,8 @@ class Task(ABC):
 
     fields: ClassVar[frozenset[str]]
     """Of ``Outputs``: what the losses of this stage may read."""
+    remedy: ClassVar[str]
+    """What to do about losses that are not finite."""
 
     def __init__(self, teacher: nn.Module, student: nn.Module, objective: Objective) -> None:
         self.teacher = teacher
@@ -40,12 +42,40 @@ class Task(ABC):
             for tensor in (*self.student.parameters(), *self.student.buffers()):
                 torch.distributed.broadcast(tensor.data, src=0)
 
-    @abstractmethod
-    def backward(self, accelerator: Accelerator, pixels: Tensor, labels: Tensor | None = None) -> Tensor:
+    def backward(
+        self, accelerator: Accelerator, pixels: Tensor, labels: Tensor | None = None, parts: int = 1
+    ) -> Tensor:
         """Leave the gradients of this batch in the parameters and return the loss, both averaged over processes.
 
+        Args:
+            accelerator: devices, processes, precision.
+            pixels: this process's images of the step.
+            labels: the model's classes, where losses read them.
+            parts: the images go through in so many parts, one after the other, and their gradients add up.
+
         Raises:
-            DistillError: a loss that is not finite, on every process even if it was met on one.
+            NotFiniteError: a loss, on every process even if it was met on one.
+        """
+        split = zip(pixels.chunk(parts), [None] * parts if labels is None else labels.chunk(parts), strict=False)
+        found = [self.accumulate(accelerator, *part, len(part[0]) / len(pixels)) for part in split]
+        names = [*found[0]]
+        losses = average(
+            self.student, torch.stack([torch.stack([part[n] for part in found]).sum(0) for n in names]), accelerator
+        )
+        for name, loss in zip(names, losses.tolist(), strict=True):
+            if not math.isfinite(loss):
+                where = f" at site {name!r}" if name else ""
+                raise NotFiniteError(f"the loss{where} is {loss}.", self.remedy)
+        return losses.mean()
+
+    @abstractmethod
+    def accumulate(
+        self, accelerator: Accelerator, pixels: Tensor, labels: Tensor | None, share: float
+    ) -> dict[str, Tensor]:
+        """Add ``share`` of the gradients of these images to the parameters.
+
+        Returns:
+            ``share`` of every loss: by site, or one without a name.
         """
 
 
@@ -57,8 +87,11 @@ class SiteTask(Task):
     """
 
     fields = frozenset({"sites", "maps"})
+    remedy = "Lower distill.attention.lr."
 
-    def backward(self, accelerator: Accelerator, pixels: Tensor, labels: Tensor | None = None) -> Tensor:
+    def accumulate(
+        self, accelerator: Accelerator, pixels: Tensor, labels: Tensor | None, share: float
+    ) -> dict[str, Tensor]:
         """Teacher forward with the students' backward passes inside."""
         losses: dict[str, Tensor] = {}
         mine, theirs = Outputs(), Outputs()
@@ -72,7 +105,7 @@ class SiteTask(Task):
                 with torch.enable_grad():
                     mine.sites[path] = site.kind.answer(args[0], site(*args, **kwargs))
                     theirs.sites[path] = module.kind.answer(args[0], output)
-                    loss = self.objective(mine, theirs)
+                    loss = share * self.objective(mine, theirs)
                     accelerator.backward(loss / len(self.teacher_sites))
                 losses[path] = loss.detach()
                 for seen in (mine.sites, mine.maps, theirs.sites, theirs.maps):
@@ -94,26 +127,22 @@ class SiteTask(Task):
         finally:
             for hook in hooks:
                 hook.remove()
-        found = average(self.student, torch.stack([*losses.values()]), accelerator)
-        for path, loss in zip(losses, found.tolist(), strict=True):
-            if not math.isfinite(loss):
-                raise DistillError(f"the loss at site {path!r} is {loss}.", "Lower distill.attention.lr.")
-        return found.mean()
+        return losses
 
 
 class ModelTask(Task):
     """Stages ``feature`` and ``task``: the student on its own inputs, end to end."""
 
     fields = frozenset(field.name for field in dataclasses.fields(Outputs))
+    remedy = "Lower the stage's learning rates."
 
-    def backward(self, accelerator: Accelerator, pixels: Tensor, labels: Tensor | None = None) -> Tensor:
+    def accumulate(
+        self, accelerator: Accelerator, pixels: Tensor, labels: Tensor | None, share: float
+    ) -> dict[str, Tensor]:
         """Teacher forward, student forward, backward."""
-        loss = self.loss(accelerator, pixels, labels)
+        loss = share * self.loss(accelerator, pixels, labels)
         accelerator.backward(loss)
-        found = average(self.student, loss.detach(), accelerator)
-        if not torch.isfinite(found):
-            raise DistillError(f"the loss is {found.item()}.", "Lower the stage's learning rates.")
-        return found
+        return {"": loss.detach()}
 
     def loss(self, accelerator: Accelerator, pixels: Tensor, labels: Tensor | None = None) -> Tensor:
         """The loss of a batch, on this process alone."""

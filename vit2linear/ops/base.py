@@ -221,7 +221,8 @@ def _may_overwrite(features: Tensor, *inputs: Tensor) -> bool:
 
     A fresh tensor of this size costs more (page faults) than filling it.
     """
-    if features.requires_grad or torch.compiler.is_compiling() or features.device.type == "meta":
+    wanted = any(x.requires_grad for x in (features, *inputs))  # the values' gradient needs them, too
+    if wanted or torch.compiler.is_compiling() or features.device.type == "meta":
         return False
     memory = features.untyped_storage().data_ptr()
     return all(memory != x.untyped_storage().data_ptr() for x in inputs)

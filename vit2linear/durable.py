@@ -1,0 +1,51 @@
+"""Folders that are complete or absent, even if the power fails: written aside, flushed, renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def written_aside(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside ``folder`` that takes its name at the end, and is gone if anything fails.
+
+    ``folder`` must not exist; what an earlier attempt left aside is removed.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    aside = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        flush(aside)
+        aside.rename(folder)
+        _flush(folder.parent)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def flush(folder: Path) -> None:
+    """Have the disk hold all files of a folder before anything is renamed or deleted."""
+    for path in (*folder.iterdir(), folder):
+        _flush(path)
+
+
+def _flush(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():
+        return  # Windows has no such thing
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def free_words(folder: Path) -> str:
+    """How much the disk of ``folder`` has left."""
+    return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free on the disk of {str(folder)!r}"
