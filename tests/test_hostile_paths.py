@@ -131,7 +131,7 @@ def test_the_command_says_so(odd: Path, cli: Run) -> None:
     assert "not valid TOML" in cli("convert", "demo", "--recipe", odd / "recipe.toml", code=2).stderr
 
 
-REPORT = {"source": {"name": "x"}, "data": {"path": "y", "held_out": None, "ignore_labels": False}}
+REPORT: dict[str, Any] = {"source": {"name": "x"}, "data": {"path": "y", "held_out": None, "ignore_labels": False}}
 CONFIG: dict[str, Any] = {
     "architecture": "vit2linear",
     "model_args": {"base": "test_vit", "operators": {}},
@@ -184,7 +184,10 @@ def test_artifacts_that_describe_no_model(tmp_path: Path, args: dict[str, Any], 
     [
         ([], "is not a JSON object"),
         ({}, "lacks, or has of another kind: source.name, data.path"),
-        (REPORT | {"data": {"path": 3}}, "of another kind: data.path, data.ignore_labels"),
+        (REPORT | {"data": {"path": 3}}, "of another kind: data.path, data.held_out"),
+        (REPORT | {"data": REPORT["data"] | {"streaming": 7}}, "of another kind: data.streaming"),
+        (REPORT | {"data": REPORT["data"] | {"class_map": {"a": -1}}}, "of another kind: data.class_map"),
+        (REPORT | {"source": {"name": "x", "repo": "a/x"}}, "of another kind: source.commit"),
         (REPORT | {"format": 99}, "by a later vit2linear.*Upgrade"),
     ],
 )
