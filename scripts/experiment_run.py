@@ -85,7 +85,7 @@ def run_job(job: Job) -> None:
 
     start, recipe, test = time.perf_counter(), expand(job.recipe), expanded(job.test)
     with tempfile.TemporaryDirectory() as folder:
-        output = dataclasses.replace(recipe.output, dir=str(Path(folder) / "artifact"))
+        output = dataclasses.replace(recipe.output, dir=str(Path(folder) / "artifact"), bench=False)
         artifact = vit2linear.convert(dataclasses.replace(recipe, output=output))
         tested = None
         if test is not None:
@@ -129,7 +129,7 @@ def essentials(report: dict[str, Any]) -> dict[str, Any]:
     calibration = {k: v for k, v in (report["calibration"] or {}).items() if k != "sites"} or None
     return {
         "select": report["evaluation"],
-        "history": report["history"],
+        "history": [{k: v for k, v in moment.items() if k != "site_errors"} for moment in report["history"]],
         "calibration": calibration,
         "stages": stages,
         "plan": [*sites.values()],

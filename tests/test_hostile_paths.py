@@ -188,6 +188,7 @@ def test_artifacts_that_describe_no_model(tmp_path: Path, args: dict[str, Any], 
         (REPORT | {"data": REPORT["data"] | {"streaming": 7}}, "of another kind: data.streaming"),
         (REPORT | {"data": REPORT["data"] | {"class_map": {"a": -1}}}, "of another kind: data.class_map"),
         (REPORT | {"source": {"name": "x", "repo": "a/x"}}, "of another kind: source.commit"),
+        (REPORT | {"files": {"../config.json": "0"}}, "of another kind: files"),
         (REPORT | {"format": 99}, "by a later vit2linear.*Upgrade"),
     ],
 )

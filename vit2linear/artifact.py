@@ -5,9 +5,10 @@ It is written aside, reloaded through timm and compared, and only then renamed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,17 @@ from vit2linear import hub
 from vit2linear.durable import written_aside
 from vit2linear.errors import ArtifactError, SourceError, Vit2LinearError
 from vit2linear.jsonfile import read_object
+from vit2linear.licence import LICENSE, NOTICE
 from vit2linear.recipe import Recipe, read_recipe
 from vit2linear.stored import check_model, read_config, read_report
 
 WEIGHTS, CONFIG, RECIPE, REPORT, CARD = "model.safetensors", "config.json", "recipe.toml", "report.json", "README.md"
-METRICS = "metrics.jsonl"
-FILES = [WEIGHTS, CONFIG, RECIPE, REPORT, CARD, METRICS]
-"""All that an artifact consists of, and all that is ever uploaded. Without training there are no metrics."""
+METRICS, SPEED, SITES = "metrics.jsonl", "speed.png", "sites.png"
+FILES = [WEIGHTS, CONFIG, RECIPE, REPORT, CARD, METRICS, SPEED, SITES, LICENSE, NOTICE]
+"""All that an artifact consists of, and all that is ever uploaded. Metrics are there only after training, ``speed.png``
+only where more than one size was measured, and the licence's files only where the source has them."""
+REQUIRED = [WEIGHTS, CONFIG, RECIPE, REPORT, CARD]
+"""What no artifact lacks."""
 LONGEST_NAME = 240
 """Bytes of a folder's name: file systems take 255, and the run folder beside it has a longer one."""
 LABELS = ("label_names", "label_descriptions")
@@ -131,7 +136,13 @@ def _is_there(path: Path) -> bool:
 
 
 def write(
-    folder: Path, student: nn.Module, data_config: dict[str, Any], recipe: str, report: dict[str, Any], card: str
+    folder: Path,
+    student: nn.Module,
+    data_config: dict[str, Any],
+    recipe: str,
+    report: dict[str, Any],
+    card: str,
+    others: Mapping[str, bytes],
 ) -> None:
     """Write a complete artifact and prove that it reloads to the same outputs.
 
@@ -139,7 +150,8 @@ def write(
         folder: where there is nothing yet.
         student: the converted model, on any device, in eval mode.
         data_config: timm's preprocessing for it.
-        recipe, report, card: the contents of the other files.
+        recipe, report, card: the contents of the other files; the report gets ``files``, the digest of each of them.
+        others: pictures, metrics and licence, file name to contents.
 
     Raises:
         ArtifactError: the reloaded model differs.
@@ -155,10 +167,13 @@ def write(
         (aside / WEIGHTS).chmod(0o644)  # safetensors lets only the owner read it
         names = {k: student.pretrained_cfg[k] for k in LABELS if k in student.pretrained_cfg}  # type: ignore
         timm.models._hub.save_config_for_hf(student, str(aside / CONFIG), names, data_config=data_config)
-        _without_num_classes(aside / CONFIG)
+        _amend(aside / CONFIG)
         (aside / RECIPE).write_text(recipe, "utf-8")
-        (aside / REPORT).write_text(json.dumps(report, indent=2) + "\n", "utf-8")
         (aside / CARD).write_text(card, "utf-8")
+        for name, contents in others.items():
+            (aside / name).write_bytes(contents)
+        digests = {path.name: digest(path) for path in sorted(aside.iterdir())}
+        (aside / REPORT).write_text(json.dumps({**report, "files": digests}, indent=2) + "\n", "utf-8")
         _compare(student, aside, data_config["input_size"])
 
 
@@ -187,6 +202,14 @@ def open_artifact(name: str | None, revision: str | None = None) -> Artifact:
     return Artifact(f"hf-hub:{info.repo}@{info.commit}", read_report(report, name))
 
 
+def digest(content: Path | bytes) -> str:
+    """SHA-256, in hexadecimal digits."""
+    if isinstance(content, bytes):
+        return hashlib.sha256(content).hexdigest()
+    with content.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def newest(root: Path) -> Path:
     """The artifact under ``root`` (itself, or up to two folders down) that was written last."""
     folders = [p.parent for pattern in ("", "*/", "*/*/") for p in root.glob(pattern + REPORT)]
@@ -208,10 +231,15 @@ def is_artifact(folder: Path) -> bool:
         return False
 
 
-def _without_num_classes(path: Path) -> None:
-    """timm repeats num_classes among the model arguments, where transformers' wrapper cannot bear it."""
+def _amend(path: Path) -> None:
+    """Take out what timm writes too much of.
+
+    It repeats num_classes among the model arguments, where transformers' wrapper cannot bear it; and the licence is
+    that of the architecture's usual weights, which need not be this source's: the card states it.
+    """
     config = json.loads(path.read_text("utf-8"))
     config["model_args"].pop("num_classes", None)
+    config["pretrained_cfg"].pop("license", None)
     path.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 

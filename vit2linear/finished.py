@@ -19,11 +19,11 @@ from vit2linear.errors import ArtifactError
 from vit2linear.evaluation import ImageRequest, open_judge
 from vit2linear.images import ImageOptions
 from vit2linear.probe import example_pixels
-from vit2linear.recipe import Recipe, override
 from vit2linear.reporting import Reporter
 from vit2linear.resolve import layout_of, resolve
 from vit2linear.sizes import Size
 from vit2linear.sources.base import ModelRef
+from vit2linear.speed import job_of
 
 
 def load(ref: str, revision: str | None = None) -> nn.Module:
@@ -105,8 +105,7 @@ def bench_job(ref: str, batch_size: int) -> Job:
     """The architecture of an artifact, with its operators, for ``bench``."""
     args = dict(open_artifact(ref).model_args)
     operators, base = args.pop("operators"), args.pop("base")
-    rules = [{"sites": path, **entry} for path, entry in operators.items()]
-    return Job(base, {"this model": override(Recipe(), convert=rules).convert}, args, batch_size)
+    return job_of(base, args, operators, batch_size)
 
 
 def _images(

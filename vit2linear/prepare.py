@@ -15,6 +15,7 @@ from vit2linear.distill.stages import check_stages
 from vit2linear.evaluation import default_images
 from vit2linear.images import DEFAULT_NOTE
 from vit2linear.initial import copied_keys, start_words
+from vit2linear.licence import Licence, of_source
 from vit2linear.plan import Plan, make_plan, plan_notes
 from vit2linear.probe import Probe, probe
 from vit2linear.recipe import OPERATORS, Recipe, override
@@ -33,6 +34,7 @@ class Prepared:
     """Effective: source, output and steps filled in."""
     ref: ModelRef
     spec: ModelSpec
+    licence: Licence
     plan: Plan
     probe: Probe
     parameters: int
@@ -64,6 +66,7 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
         artifact.check_output(Path(recipe.output.dir), overwrite)
     ref = resolve(recipe.source.model, recipe.source.revision, recipe.source.arch)
     spec = layout_of(ref).spec(ref)
+    licence = of_source(ref, spec.pretrained_cfg, recipe.output.license)
     if recipe.source.size is not None:
         spec = model.at_size(spec, recipe.source.size)
     skeleton = model.skeleton(spec)
@@ -71,7 +74,7 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
     copied = copied_keys(skeleton, plan, recipe.source)
     hybrid.check_keep(plan, recipe.keep_softmax)
     probed = probe(skeleton, plan)
-    notes = [*spec.notes, *plan_notes(plan)]
+    notes = [*spec.notes, *licence.notes, *plan_notes(plan)]
     if recipe.keep_softmax:
         n, k = len(plan.replaced), recipe.keep_softmax
         notes.append(f"the rules convert {n} sites; the {k} costliest, measured on images, keep the softmax")
@@ -106,7 +109,7 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
     data_config["input_size"] = model.input_size(skeleton)
     parameters = sum(p.numel() for p in skeleton.parameters())
     classes = int(skeleton.num_classes)  # type: ignore[arg-type]
-    return Prepared(recipe, ref, spec, plan, probed, parameters, classes, class_map, data_config, tuple(notes))
+    return Prepared(recipe, ref, spec, licence, plan, probed, parameters, classes, class_map, data_config, tuple(notes))
 
 
 def _default_output(ref: ModelRef, plan: Plan) -> str:

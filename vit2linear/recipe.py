@@ -201,7 +201,10 @@ class OutputOptions:
     dir: str | None = None
     """Folder to write; default ``<model>-<op>``."""
     license: str | None = None
-    """Licence of the source where it does not state one itself."""
+    """Licence of the source where it does not state one itself; another than it states is an error."""
+    bench: bool = True
+    """Measure the speed of both models when all is done, at the model's own size and, for a few seconds, at larger
+    ones."""
 
 
 @dataclass(frozen=True)

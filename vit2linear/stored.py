@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import timm
@@ -128,6 +128,13 @@ def _is_class_map(value: Any) -> bool:
     return value is None or (isinstance(value, dict) and all(type(i) is int and i >= 0 for i in value.values()))
 
 
+def _is_files(value: Any) -> bool:
+    """Digests by name; the names lie beside the report."""
+    if not isinstance(value, dict) or not all(map(_is_text, value.values())):
+        return False
+    return all(name == PurePosixPath(name).name and "\\" not in name for name in value)
+
+
 _READ_BACK: dict[str, Callable[[Any], bool]] = {
     "source.name": _is_text,
     "data.path": _one_or_several(_is_text),
@@ -140,5 +147,6 @@ _WHERE_PRESENT: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("data.ignore_labels", "data.streaming"), _is_switch),
     "data.seed": lambda value: type(value) is int and 0 <= value < 2**32,
     "data.class_map": _is_class_map,
+    "files": _is_files,
 }
 """Those that only some artifacts have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -44,6 +45,22 @@ Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else there.")]
 
 
+def _go_offline(value: bool) -> bool:
+    # huggingface_hub and datasets read it when they are imported, which commands do in their bodies.
+    if value:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    return value
+
+
+Offline = Annotated[
+    bool,
+    typer.Option(
+        "--offline",
+        callback=_go_offline,
+        is_eager=True,
+        help="Ask no network: what is cached and local folders only, as with HF_HUB_OFFLINE=1.",
+    ),
+]
 Arch = Annotated[str | None, typer.Option(help="timm's name of the architecture, for weights without a config.")]
 ImgSize = Annotated[
     str | None,

@@ -85,7 +85,11 @@ def convert(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint of the same, interrupted command.")
     ] = False,
+    bench: Annotated[
+        bool | None, typer.Option("--bench/--no-bench", help="Measure the speed of both models; takes a few seconds.")
+    ] = None,
     license: Annotated[str | None, typer.Option(help="Licence of the source, where it states none.")] = None,  # noqa: A002
+    offline: o.Offline = False,
     json: o.Json = False,
 ) -> None:
     """Convert a pretrained Softmax ViT: swap the attention, copy the rest, distil, evaluate, write."""
@@ -131,6 +135,7 @@ def convert(
             data__max_bad=o.share(max_bad, "--max-bad") if max_bad is not None else None,
             output__dir=str(output) if output is not None else None,
             output__license=license,
+            output__bench=bench,
             run__seed=seed,
             run__device=device,
             run__mixed_precision=mixed_precision,

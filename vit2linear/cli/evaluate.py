@@ -33,6 +33,7 @@ def evaluate(
     max_bad: o.MaxBad = None,
     ignore_labels: o.IgnoreLabels = False,
     device: o.Device = None,
+    offline: o.Offline = False,
     json: o.Json = False,
 ) -> None:
     """Show teacher and student side by side: accuracy, agreement, speed, and each site's error."""

@@ -5,7 +5,7 @@ encoded bytes, so that a held-out image is chosen by its content. One file for e
 ``archives``, ``tables``, ``streams``; ``opening`` chooses by what the path is.
 """
 
-from vit2linear.images.opening import DEFAULT_NOTE, ImageOptions, open_images
+from vit2linear.images.opening import DEFAULT_NOTE, ImageOptions, on_hub, open_images
 from vit2linear.images.sets import (
     EXTENSIONS,
     HeldOut,
@@ -30,5 +30,6 @@ __all__ = [
     "Images",
     "Reader",
     "content_digest",
+    "on_hub",
     "open_images",
 ]

@@ -93,6 +93,11 @@ def open_images(
     )
 
 
+def on_hub(path: str) -> bool:
+    """Whether a path is a set on the Hub: ``OWNER/DATASET`` that is neither a folder nor a file here."""
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", path)) and not path.startswith(".") and not Path(path).exists()
+
+
 def _open(path: str, options: ImageOptions, held_out: str | None) -> ImageSets:
     splits = _splits(path, options)
     chosen, judging = splits.choose(options.split, options.val_split)
@@ -120,7 +125,7 @@ def _splits(path: str, options: ImageOptions) -> Splits:
         return _in_files(path, [place], options)
     if is_pattern(path):
         return _in_files(path, expand(path), options)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
+    if not on_hub(path):
         raise DataError(f"--data: there is no folder {path!r}, nor a file.", f"Give {_KINDS}.")
     return open_hub_set(path, options.streaming, options.ignore_labels)
 
