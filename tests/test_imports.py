@@ -20,7 +20,7 @@ LAYERS = [
     {"operator"},
     {"site"},
     {"ops", "sites", "sources", "losses"},
-    {"resolve", "licence"},
+    {"resolve", "outline", "licence"},
     {"plan"},
     {"surgery", "model", "probe", "mimetic"},
     {"initial", "images", "classes", "class_map", "views", "bad_images", "samples", "data", "audit", "devices"},
