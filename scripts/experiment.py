@@ -26,7 +26,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from experiment_file import expanded, read_experiment
+from experiment_file import expanded, paths_of, read_experiment
 from experiment_run import Job, jobs_of, run_job
 from experiment_tables import update_page
 
@@ -86,7 +86,7 @@ def run(todo: list[Job], parallel: int) -> bool:
 
 def check_images(todo: list[Job]) -> None:
     """Raise ``DataError`` where a folder of images is not there, which ``convert`` would look for on the Hub."""
-    for path in sorted({p for job in todo for p in (job.recipe.data.path, job.test) if p is not None}):
+    for path in sorted({p for job in todo for p in (*paths_of(job.recipe), job.test) if p is not None}):
         if path != "demo" and not Path(str(expanded(path))).is_dir():
             raise DataError(
                 f"there is no folder {path!r} here.", "Fashion-MNIST: python scripts/fashion_mnist.py IDX_DIR data."

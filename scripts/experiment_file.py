@@ -167,7 +167,16 @@ def expanded(path: str | None) -> str | None:
 
 def expand(recipe: Recipe) -> Recipe:
     """The recipe with the environment variables of its paths filled in."""
-    return override(recipe, source__model=expanded(recipe.source.model), data__path=expanded(recipe.data.path))
+    paths = [expanded(path) for path in paths_of(recipe)]
+    return override(
+        recipe, source__model=expanded(recipe.source.model), data__path=paths[0] if len(paths) == 1 else paths or None
+    )
+
+
+def paths_of(recipe: Recipe) -> tuple[str, ...]:
+    """The image sets that a recipe mixes, as it names them."""
+    path = recipe.data.path
+    return (path,) if isinstance(path, str) else path or ()
 
 
 def _split(entry: dict[str, Any], where: str) -> tuple[_Label, dict[str, Any]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiment_file import Cell, Experiment, expand, expanded
+from experiment_file import Cell, Experiment, expand, expanded, paths_of
 
 from vit2linear.errors import RecipeError
 from vit2linear.recipe import Recipe, to_toml
@@ -85,7 +85,7 @@ def run_job(job: Job) -> None:
 
     start, recipe, test = time.perf_counter(), expand(job.recipe), expanded(job.test)
     with tempfile.TemporaryDirectory() as folder:
-        output = dataclasses.replace(recipe.output, dir=str(Path(folder) / "artifact"))
+        output = dataclasses.replace(recipe.output, dir=str(Path(folder) / "artifact"), bench=False)
         artifact = vit2linear.convert(dataclasses.replace(recipe, output=output))
         tested = None
         if test is not None:
@@ -105,7 +105,8 @@ def run_job(job: Job) -> None:
         "threads": torch.get_num_threads(),
         "seconds": time.perf_counter() - start,
     }
-    for which, name, place in (("test", job.test, test), ("select", job.recipe.data.path, recipe.data.path)):
+    selected = zip(paths_of(job.recipe), paths_of(recipe), strict=True)
+    for which, name, place in (("test", job.test, test), *(("select", *pair) for pair in selected)):
         if result[which] is not None and name is not None:  # where the images lie here is nobody else's business
             result[which]["data"] = result[which]["data"].replace(place, name)
     text = json.dumps(_rounded(result), indent=1) + "\n"
@@ -128,7 +129,7 @@ def essentials(report: dict[str, Any]) -> dict[str, Any]:
     calibration = {k: v for k, v in (report["calibration"] or {}).items() if k != "sites"} or None
     return {
         "select": report["evaluation"],
-        "history": report["history"],
+        "history": [{k: v for k, v in moment.items() if k != "site_errors"} for moment in report["history"]],
         "calibration": calibration,
         "stages": stages,
         "plan": [*sites.values()],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from timm.models import save_for_hf
 from typer.testing import CliRunner
 
 from tests.hub_user import data_files, source_files, user  # noqa: F401  fixtures
+from vit2linear import pipeline, speed
 from vit2linear.cli.main import app
 
 
@@ -26,6 +27,15 @@ def real() -> Path:
     if not path:
         pytest.skip("VIT2LINEAR_REAL is not set")
     return Path(path)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def in_a_hurry() -> Iterator[None]:
+    """Conversions measure their speed at one size only, in as few rounds as can be, and look at no single images."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(speed, "SECONDS", 0.0)
+        patched.setattr(pipeline, "LOOKED_AT", 0)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -66,9 +66,18 @@ class User:
         return {match[1] for match in found if match}
 
     def elsewhere(self) -> list[str]:
-        """Requests to other hosts. datasets makes up the viewer's host from the Hub's, and does without it."""
-        viewer = self.hub.url.replace("://", "://datasets-server.")
-        return [r.path for r in self.hub.requests if not r.path.startswith(("/", viewer))]
+        """Requests to other hosts than the Hub's own."""
+        known = ("/", self.hub.storage.url, self._viewer)
+        return [r.path for r in self.hub.requests if not r.path.startswith(known)]
+
+    def leaks(self) -> list[str]:
+        """Requests with a token to other hosts than the Hub and its viewer."""
+        return [leak for leak in self.hub.leaks if self._viewer not in leak]
+
+    @property
+    def _viewer(self) -> str:
+        """The host of the Hub's viewer of data sets, which datasets makes up from the Hub's, and does without."""
+        return self.hub.url.replace("://", "://datasets-server.")
 
 
 @pytest.fixture(scope="session")

@@ -1,93 +1,64 @@
 """A tiny Hugging Face Hub on loopback, for unmodified clients that are pointed to it by ``HF_ENDPOINT``.
 
 It answers what ``huggingface_hub``, ``datasets``, ``timm`` and ``transformers`` ask when they read, create and commit
-to model and dataset repositories; everything else is a 404. As on the real Hub, the description and the file list of a
-gated repository are public and only its files are refused. It also poses as a proxy (``proxy_env``) that refuses
-everything, so that a request to any other host lands in the log instead of on the internet.
+to model and dataset repositories, branches and pull requests; everything else is a 404, Xet among it. As on the real
+Hub, the description and the file list of a gated repository are public and only its files are refused. With ``lfs``,
+binary files go through a storage on another port, which is told no token. It also poses as a proxy (``proxy_env``) that
+refuses everything, so that a request to any other host lands in the log instead of on the internet.
+
+Failures on demand: ``fail`` (statuses), ``card_errors``, ``when`` (something happens meanwhile), ``line`` (bytes).
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import re
 import threading
-from contextlib import suppress
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 
-OWNER = "loopback-user"
-Answer = tuple[int, Any, dict[str, str]]
-"""Status, body (bytes, or what becomes JSON) and headers."""
+from tests.loopback_http import Answer, Line, serve
+from tests.loopback_repo import RefusedError, Repo, blob_id, sha256
+from tests.loopback_storage import Storage
 
-_API = re.compile(
-    r"/api/(model|dataset)s/([^/]+/[^/]+)(?:/(revision|preupload|commit|tree|paths-info)/([^/]+)(/.*)?)?$"
-)
+OWNER = "loopback-user"
 _FILE = re.compile(r"/(dataset)?(?:s/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
+_REPO = re.compile(r"/api/(model|dataset)s/([^/]+/[^/]+)(?:/([\w-]+))?(?:/([^/]+))?(/.*)?$")
+_BATCH = re.compile(r"/(dataset)?(?:s/)?([^/]+/[^/]+)\.git/info/lfs/objects/batch$")
 
 
 class Request(NamedTuple):
-    """One line of the log; the path is as sent, so it is a whole address where the hub was used as a proxy."""
+    """One line of the log; the path is a whole address for the storage, and where the Hub was used as a proxy."""
 
     method: str
     path: str
     authorized: bool
 
 
-@dataclass
-class Repo:
-    """A repository: every commit's files; ``main`` is the last commit, the only branch."""
-
-    id: str
-    kind: str
-    gated: bool = False
-    private: bool = False
-    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
-
-    @property
-    def head(self) -> str:
-        """The commit that ``main`` means."""
-        return next(reversed(self.commits))
-
-    def resolve(self, revision: str) -> str:
-        """The commit of a revision as it stands in an address."""
-        commit = self.head if revision == "main" else unquote(revision)
-        if commit not in self.commits:
-            raise _RefusedError(404, "RevisionNotFound", f"Invalid rev id: {commit}")
-        return commit
-
-    def commit(self, files: dict[str, bytes]) -> str:
-        """Add a commit that holds ``files`` and return its id, which no earlier commit has."""
-        digest = hashlib.sha1(f"{self.kind} {self.id} {len(self.commits)}".encode())
-        for path in sorted(files):
-            digest.update(path.encode() + files[path])
-        self.commits[digest.hexdigest()] = dict(files)
-        return digest.hexdigest()
-
-
-class _RefusedError(Exception):
-    """An answer that is an error."""
-
-    def __init__(self, status: int, code: str, message: str, **headers: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.headers = {"X-Error-Code": code, "X-Error-Message": message, **headers}
-
-
 class LoopbackHub:
-    """The server, running while its context is open."""
+    """The server and its storage, running while the context is open."""
 
     def __init__(self) -> None:
-        self.token = "hf_" + hashlib.sha256(b"loopback").hexdigest()[:34]
+        self.token = "hf_" + sha256(b"loopback")[:34]
+        self.read_token = "hf_" + sha256(b"reader")[:34]
+        """Reads what ``token`` reads, and writes nothing but pull requests."""
         self.requests: list[Request] = []
+        self.leaks: list[str] = []
+        """Requests to anybody but the Hub with a token anywhere in them."""
+        self.lfs = False
+        """Whether binary files go through the storage; otherwise their bytes are part of the commit."""
+        self.card_errors: list[str] = []
+        """What is wrong with every card from now on."""
+        self.line = Line()
         self._repos: dict[tuple[str, str], Repo] = {}
-        self._failures: list[tuple[str, re.Pattern[str], list[int]]] = []
-        self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._failures: list[tuple[str, re.Pattern[str], list[int], Any, dict[str, str]]] = []
+        self._events: list[tuple[str, re.Pattern[str], Callable[[], object]]] = []
+        self._lock = threading.RLock()
+        self.storage = Storage(self.line, self.log)
+        self._servers = [serve(self), serve(self.storage)]
+        self.url, self.storage.url = (f"http://127.0.0.1:{server.server_port}" for server in self._servers)
 
     @property
     def proxy_env(self) -> dict[str, str]:
@@ -96,12 +67,14 @@ class LoopbackHub:
         return values | {k.upper(): v for k, v in values.items()}
 
     def __enter__(self) -> LoopbackHub:
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        for server in self._servers:
+            threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        for server in self._servers:
+            server.shutdown()
+            server.server_close()
 
     def add_repo(
         self, repo_id: str, files: dict[str, bytes], kind: str = "model", gated: bool = False, private: bool = False
@@ -110,94 +83,159 @@ class LoopbackHub:
         with self._lock:
             repo = self._repos.setdefault((kind, repo_id), Repo(repo_id, kind))
             repo.gated, repo.private = gated, private
+            for data in files.values():
+                if self.lfs and b"\0" in data[:512]:
+                    self.storage.contents[sha256(data)] = data
+                    repo.large.add(sha256(data))
             return repo.commit(files)
 
-    def files(self, repo_id: str, kind: str = "model") -> dict[str, bytes]:
-        """The files on ``main``."""
-        repo = self._repos[kind, repo_id]
-        return dict(repo.commits[repo.head])
+    def repo(self, repo_id: str, kind: str = "model") -> Repo:
+        """A repository."""
+        return self._repos[kind, repo_id]
+
+    def files(self, repo_id: str, kind: str = "model", revision: str = "main") -> dict[str, bytes]:
+        """The files at a revision."""
+        repo = self.repo(repo_id, kind)
+        return dict(repo.commits[repo.resolve(revision)])
 
     def commit(self, repo_id: str, kind: str = "model") -> str:
         """The commit that ``main`` means now."""
-        return self._repos[kind, repo_id].head
+        return self.repo(repo_id, kind).resolve("main")
 
-    def fail(self, method: str, path_pattern: str, statuses: list[int]) -> None:
+    def fail(
+        self, method: str, path_pattern: str, statuses: list[int], body: bytes | None = None, **headers: str
+    ) -> None:
         """Answer the next requests that match with these statuses, one each, before any other rule."""
-        self._failures.append((method, re.compile(path_pattern), list(statuses)))
+        named = {name.replace("_", "-"): text for name, text in headers.items()}
+        said = {"error": "injected failure"} if body is None else body
+        self._failures.append((method, re.compile(path_pattern), list(statuses), said, named))
 
-    def answer(self, method: str, path: str, body: bytes, authorization: str | None) -> Answer:
+    def when(self, method: str, path_pattern: str, action: Callable[[], object]) -> None:
+        """Do something just before the next request that matches is answered."""
+        self._events.append((method, re.compile(path_pattern), action))
+
+    def answer(self, method: str, path: str, body: bytes, headers: dict[str, str]) -> Answer:
         """Log a request and answer it."""
+        given = {name.lower(): text for name, text in headers.items()}.get("authorization")
         with self._lock:
-            self.requests.append(Request(method, path, authorization is not None))
-            for wanted, pattern, statuses in self._failures:
+            self.log(method, path, body, headers)
+            for event in [e for e in self._events if e[0] == method and e[1].search(path)]:
+                self._events.remove(event)
+                event[2]()
+            for wanted, pattern, statuses, said, extra in self._failures:
                 if statuses and wanted == method and pattern.search(path):
-                    return statuses.pop(0), {"error": "injected failure"}, {}
+                    return statuses.pop(0), said, dict(extra)
             if not path.startswith("/"):
                 return 502, {"error": "this address is not on loopback"}, {}
+            roles = {None: "", f"Bearer {self.token}": "writes", f"Bearer {self.read_token}": "reads"}
             try:
-                if authorization not in (None, f"Bearer {self.token}"):
-                    raise _RefusedError(401, "", "Invalid credentials in Authorization header")
-                return self._route(method, path, body, authorization is not None)
-            except _RefusedError as refused:
+                if given not in roles:
+                    raise RefusedError(401, "", "Invalid credentials in Authorization header")
+                return self._route(method, path, body, roles[given])
+            except RefusedError as refused:
                 return refused.status, {"error": str(refused)}, refused.headers
 
-    def _route(self, method: str, path: str, body: bytes, known: bool) -> Answer:
+    def log(self, method: str, address: str, body: bytes, headers: dict[str, str]) -> None:
+        """Remember a request, and whether it carries a token to where none belongs."""
+        known = any(name.lower() == "authorization" for name in headers)
+        self.requests.append(Request(method, address, known))
+        text = f"{address} {headers}".encode() + body
+        if not address.startswith("/") and any(token.encode() in text for token in (self.token, self.read_token)):
+            self.leaks.append(f"{method} {address}")
+
+    def _route(self, method: str, path: str, body: bytes, role: str) -> Answer:
         address = urlsplit(path)
+        query = parse_qs(address.query)
         if match := _FILE.match(address.path):
-            return self._file(self._find(match[1] or "model", match[2], known), match[3], unquote(match[4]), known)
-        if match := _API.match(address.path):
-            kind, repo_id, action, revision, rest = match.groups()
-            repo = self._find(kind, repo_id, known)
-            commit = repo.resolve(revision or "main")
-            if (method, action) in {("POST", "preupload"), ("POST", "commit")}:
-                self._may_write(repo_id.split("/")[0], known)
-                return 200, self._preupload(repo, body) if action == "preupload" else self._commit(repo, body), {}
-            if method == "GET" and action in (None, "revision"):
-                return 200, _description(repo, commit), {}
-            entries = _entries(repo.commits[commit])
-            if method == "GET" and action == "tree":
-                folder, deep = unquote(rest or "").strip("/"), parse_qs(address.query).get("recursive") == ["true"]
-                if folder and entries.get(folder, {}).get("type") != "directory":
-                    raise _RefusedError(404, "EntryNotFound", f"{folder} does not exist on {commit}")
-                below = {p: e for p, e in entries.items() if not folder or p.startswith(f"{folder}/")}
-                depth = folder.count("/") + 1 if folder else 0
-                return 200, [e for p, e in below.items() if deep or p.count("/") == depth], {}
-            if method == "POST" and action == "paths-info":
-                names = json.loads(body)["paths"] if body[:1] == b"{" else parse_qs(body.decode()).get("paths", [])
-                return 200, [entries[name] for name in names if name in entries], {}
+            return self._file(self._find(match[1] or "model", match[2], role), match[3], unquote(match[4]), role)
+        if method == "POST" and (match := _BATCH.match(address.path)):
+            request = json.loads(body)
+            self._may_write(self._find(match[1] or "model", match[2], role), role, pull="ref" not in request)
+            return 200, self.storage.batch(request["objects"]), {}
         if (method, address.path) == ("GET", "/api/whoami-v2"):
-            self._may_write(OWNER, known)
+            self._known(role)
             return 200, {"type": "user", "name": OWNER, "fullname": OWNER, "orgs": []}, {}
         if (method, address.path) == ("POST", "/api/validate-yaml"):
-            return 200, {"errors": [], "warnings": []}, {}
+            found = [{"message": text} for text in self.card_errors]
+            return 400 if found else 200, {"errors": found, "warnings": []}, {}
         if (method, address.path) == ("POST", "/api/repos/create"):
-            return self._create(json.loads(body), known)
-        raise _RefusedError(404, "", f"no such page: {method} {address.path}")
+            return self._create(json.loads(body), role)
+        if match := _REPO.match(address.path):
+            repo = self._find(match[1], match[2], role)
+            return self._of_repo(method, repo, match[3] or "", match[4] or "main", match[5] or "", query, body, role)
+        raise RefusedError(404, "", f"no such page: {method} {address.path}")
 
-    def _file(self, repo: Repo, revision: str, name: str, known: bool) -> Answer:
+    def _of_repo(
+        self, method: str, repo: Repo, action: str, revision: str, rest: str, query: Any, body: bytes, role: str
+    ) -> Answer:
+        pull = query.get("create_pr") == ["1"]
+        match method, action:
+            case "GET", "" | "revision":
+                return 200, repo.describe(repo.resolve(revision)), {}
+            case "GET", "refs":
+                return 200, repo.describe_refs(), {}
+            case "GET", "tree":
+                deep = query.get("recursive") == ["true"]
+                return 200, repo.tree(repo.resolve(revision), unquote(rest).strip("/"), deep), {}
+            case "POST", "paths-info":
+                names = json.loads(body)["paths"] if body[:1] == b"{" else parse_qs(body.decode()).get("paths", [])
+                entries = repo.entries(repo.resolve(revision))
+                return 200, [entries[name] for name in names if name in entries], {}
+            case "POST", "preupload":
+                self._may_write(repo, role, pull or unquote(revision).startswith("refs/pr/"))
+                return 200, self._preupload(repo, repo.resolve(revision), body), {}
+            case "POST", "commit":
+                self._may_write(repo, role, pull or unquote(revision).startswith("refs/pr/"))
+                commit, number = repo.apply(body, revision, pull, self.storage.contents)
+                where = {"pullRequestUrl": f"{self.url}/{repo.id}/discussions/{number}"} if number else {}
+                url = f"{self.url}/{repo.id}/commit/{commit}"
+                return 200, {"success": True, "commitOid": commit, "commitUrl": url, **where}, {}
+            case "POST", "branch":
+                self._may_write(repo, role)
+                repo.branch(unquote(revision), json.loads(body or b"{}").get("startingPoint"))
+                return 200, {}, {}
+            case "POST", "discussions":
+                self._known(role)
+                return 200, {"num": repo.pull_request("main")}, {}
+            case "GET", "discussions":
+                about = {"isPullRequest": True, "changes": {"base": "refs/heads/main"}, "filesWithConflicts": []}
+                named = {"title": "", "num": int(revision), "author": {"name": OWNER}, "status": "draft"}
+                dated = {"createdAt": "2026-01-01T00:00:00.000Z", "events": []}
+                return 200, {**about, **named, **dated, "repo": {"name": repo.id, "type": repo.kind}}, {}
+        raise RefusedError(404, "", f"no such page: {method} {action}")
+
+    def _file(self, repo: Repo, revision: str, name: str, role: str) -> Answer:
         if repo.gated:
-            raise _RefusedError(403 if known else 401, "GatedRepo", f"Access to {repo.id} is restricted.")
+            raise RefusedError(403 if role else 401, "GatedRepo", f"Access to {repo.id} is restricted.")
         commit = repo.resolve(revision)
         if name not in repo.commits[commit]:
-            raise _RefusedError(404, "EntryNotFound", "Entry not found", **{"X-Repo-Commit": commit})
+            raise RefusedError(404, "EntryNotFound", "Entry not found", **{"X-Repo-Commit": commit})
         data = repo.commits[commit][name]
-        return 200, data, {"ETag": f'"{_blob_id(data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{blob_id(data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+        if not repo.is_large(data):
+            return 200, data, headers
+        linked = {"X-Linked-Etag": f'"{sha256(data)}"', "X-Linked-Size": str(len(data))}
+        return 302, b"", {**headers, **linked, "Location": f"{self.storage.url}/{sha256(data)}"}
 
-    def _find(self, kind: str, repo_id: str, known: bool) -> Repo:
+    def _find(self, kind: str, repo_id: str, role: str) -> Repo:
         repo = self._repos.get((kind, unquote(repo_id)))
-        if repo is None or (repo.private and not known):
-            raise _RefusedError(404 if known else 401, "RepoNotFound", "Repository not found")
+        if repo is None or (repo.private and not role):
+            raise RefusedError(404 if role else 401, "RepoNotFound", "Repository not found")
         return repo
 
-    def _may_write(self, owner: str, known: bool) -> None:
-        if not known:
-            raise _RefusedError(401, "", "Invalid username or password.")
-        if owner != OWNER:
-            raise _RefusedError(403, "", f"You don't have the rights to write under the namespace {owner!r}.")
+    def _known(self, role: str) -> None:
+        if not role:
+            raise RefusedError(401, "", "Invalid username or password.")
 
-    def _create(self, request: dict[str, Any], known: bool) -> Answer:
+    def _may_write(self, where: Repo | str, role: str, pull: bool = False) -> None:
+        self._known(role)
+        owner = where if isinstance(where, str) else where.id.split("/")[0]
+        if not pull and (owner != OWNER or role == "reads"):
+            raise RefusedError(403, "", f"You don't have the rights to write under the namespace {owner!r}.")
+
+    def _create(self, request: dict[str, Any], role: str) -> Answer:
         owner, kind = request.get("organization") or OWNER, request.get("type") or "model"
-        self._may_write(owner, known)
+        self._may_write(owner, role)
         repo_id = f"{owner}/{request['name']}"
         answer = {"url": f"{self.url}/{'datasets/' if kind == 'dataset' else ''}{repo_id}", "name": repo_id}
         if (kind, repo_id) in self._repos:
@@ -207,79 +245,12 @@ class LoopbackHub:
         repo.commit({".gitattributes": b""})
         return 200, answer, {}
 
-    def _preupload(self, repo: Repo, body: bytes) -> dict[str, Any]:
-        present = {path: _blob_id(data) for path, data in repo.commits[repo.head].items()}
-        # Never "lfs": the client then puts every byte into the commit, and no storage server is needed.
-        common = {"uploadMode": "regular", "shouldIgnore": False}
-        paths = [file["path"] for file in json.loads(body)["files"]]
-        return {"files": [{"path": path, "oid": present.get(path), **common} for path in paths]}
-
-    def _commit(self, repo: Repo, body: bytes) -> dict[str, Any]:
-        files = dict(repo.commits[repo.head])
-        for line in filter(None, body.splitlines()):
-            entry = json.loads(line)
-            key, value = entry["key"], entry["value"]
-            if key == "header" and value.get("parentCommit", repo.head) != repo.head:
-                raise _RefusedError(412, "", "A commit has happened since. Please refresh and try again.")
-            if key == "file":
-                files[value["path"]] = base64.b64decode(value["content"])
-            elif key == "deletedFile":
-                files.pop(value["path"], None)
-        commit = repo.commit(files)
-        return {"success": True, "commitOid": commit, "commitUrl": f"{self.url}/{repo.id}/commit/{commit}"}
-
-
-def _blob_id(data: bytes) -> str:
-    """git's name of a file's content."""
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
-def _entries(files: dict[str, bytes]) -> dict[str, dict[str, Any]]:
-    """Files and the folders above them, as the tree and paths-info routes describe them."""
-    parents = {path.rsplit("/", n)[0] for path in files for n in range(1, path.count("/") + 1)}
-    folders: dict[str, dict[str, Any]] = {p: {"type": "directory", "oid": "0" * 40, "path": p} for p in parents}
-    return folders | {p: {"type": "file", "oid": _blob_id(d), "size": len(d), "path": p} for p, d in files.items()}
-
-
-def _description(repo: Repo, commit: str) -> dict[str, Any]:
-    files = repo.commits[commit]
-    front = re.match(r"---\n(.*?)\n---", files.get("README.md", b"").decode(), re.DOTALL)
-    # One-line fields only, licence among them: the standard library reads no YAML.
-    card = dict(re.findall(r"^(\w+): (\S.*)$", front[1], re.MULTILINE)) if front else {}
-    fields = {"id": repo.id, "sha": commit, "private": repo.private, "gated": "manual" if repo.gated else False}
-    siblings = [{"rfilename": path} for path in files]
-    return {**fields, "disabled": False, "tags": [], "siblings": siblings, "cardData": card}
-
-
-class _Handler(BaseHTTPRequestHandler):
-    hub: LoopbackHub
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    def handle(self) -> None:
-        # Clients end without closing their connections.
-        with suppress(ConnectionError):
-            super().handle()
-
-    def _answer(self) -> None:
-        # Read even where it is not wanted: the connection is kept for the next request.
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        status, value, headers = self.hub.answer(self.command, self.path, body, self.headers.get("Authorization"))
-        data = value if isinstance(value, bytes) else json.dumps(value).encode()
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-        if status == 200 and wanted:
-            first, last = int(wanted[1]), min(int(wanted[2] or len(data) - 1), len(data) - 1)
-            headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
-            status, data = 206, data[first : last + 1]
-        kind = "application/octet-stream" if isinstance(value, bytes) else "application/json"
-        self.send_response(status)
-        for name, text in {"Content-Type": kind, "Content-Length": str(len(data)), **headers}.items():
-            self.send_header(name, text)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    do_GET = do_HEAD = do_POST = do_CONNECT = _answer  # noqa: N815
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Nothing on stderr; ``LoopbackHub.requests`` is the log."""
+    def _preupload(self, repo: Repo, commit: str, body: bytes) -> dict[str, Any]:
+        answers = []
+        for file in json.loads(body)["files"]:
+            large = self.lfs and b"\0" in base64.b64decode(file["sample"])
+            present = repo.commits[commit].get(file["path"])
+            oid = None if present is None else (sha256 if repo.is_large(present) else blob_id)(present)
+            mode = "lfs" if large else "regular"
+            answers.append({"path": file["path"], "oid": oid, "uploadMode": mode, "shouldIgnore": False})
+        return {"files": answers}

@@ -23,7 +23,7 @@ from vit2linear.bad_images import BadImages
 from vit2linear.cli._options import share
 from vit2linear.data import Batch, eval_batches, train_batches
 from vit2linear.errors import DataError, RecipeError
-from vit2linear.evaluation import open_judge
+from vit2linear.evaluation import ImageRequest, open_judge
 from vit2linear.images import ImageList, Images, ImageStream, open_images
 from vit2linear.pipeline import convert
 from vit2linear.recipe import Recipe, override
@@ -264,14 +264,14 @@ def test_the_probe_of_the_images_passes_over_bad_ones(class_folders: Path, tmp_p
     folder = shutil.copytree(class_folders, tmp_path / "images")
     paths = sorted((folder / "val").rglob("*.png"))
     damage(paths[0], 0)
-    judge = open_judge(str(folder), CONFIG, 5, None, ignore_labels=True, max_bad=1 / 36)
+    judge = open_judge(ImageRequest(str(folder)), CONFIG, 5, None, max_bad=1 / 36)
     assert set(judge.bad.found) == {repr(str(paths[0]))} and judge.bad.total == 36
     with pytest.raises(DataError, match=r"^1 of 36 images cannot be used, and at most 1% may be so: .*val/bread/"):
-        open_judge(str(folder), CONFIG, 5, None, ignore_labels=True)
+        open_judge(ImageRequest(str(folder)), CONFIG, 5, None)
     for i, path in enumerate(paths):
         damage(path, i)
     with pytest.raises(DataError, match=r"\(val\) gave no image that can be used"):
-        open_judge(str(folder), CONFIG, 5, None, ignore_labels=True, max_bad=1.0)
+        open_judge(ImageRequest(str(folder)), CONFIG, 5, None, max_bad=1.0)
 
 
 def test_shares() -> None:

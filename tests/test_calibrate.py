@@ -16,7 +16,7 @@ from vit2linear.calibration.heads import HeadFit, apply
 from vit2linear.calibration.ridge import Tokens, best_step
 from vit2linear.calibration.steps import SteppedForward
 from vit2linear.distill.forward import run
-from vit2linear.evaluation import open_judge
+from vit2linear.evaluation import ImageRequest, open_judge
 from vit2linear.model import load
 from vit2linear.plan import make_plan
 from vit2linear.probe import example_pixels
@@ -42,7 +42,7 @@ def demo() -> tuple[nn.Module, Tensor]:
     ref = resolve("demo")
     loaded = load(ref, layout_of(ref).spec(ref))
     config = resolve_model_data_config(loaded.module)
-    return loaded.module, open_judge("demo", config, 10, None, workers=0, ignore_labels=True).sample(120)[0]
+    return loaded.module, open_judge(ImageRequest("demo"), config, 10, None, workers=0).sample(120)[0]
 
 
 @pytest.mark.parametrize("op", ["relu", "inline", "agent", "ttt"])

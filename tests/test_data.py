@@ -9,10 +9,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from timm.data import ImageNetInfo
 
 from tests.conftest import write_images
-from vit2linear.classes import match_classes
 from vit2linear.data import eval_batches, train_batches
 from vit2linear.errors import DataError
 from vit2linear.images import ImageList, ImageSets, ImageStream, content_digest, open_images
@@ -147,11 +145,14 @@ def test_tables(tmp_path: Path) -> None:
 
 
 def stream_sets(tmp_path: Path) -> ImageSets:
-    from vit2linear.images import _columns, _hold_out, _Stream
+    from vit2linear.images.held_out import hold_out
+    from vit2linear.images.streams import RowStream
+    from vit2linear.images.tables import rows_of
 
     table = datasets.load_dataset(str(save_parquet(tmp_path, {"train": 40})), split="train", streaming=True)
-    rows, classes = _columns("stream", table)
-    return _hold_out("stream", ImageStream("stream", _Stream(rows, None, 7), classes), f"{2**62:016x}")
+    rows = rows_of("stream", table, ignore_labels=False)
+    images = ImageStream("stream", RowStream(rows, None, 7), rows.classes)
+    return hold_out("stream", images, f"{2**62:016x}")
 
 
 def test_streams_are_split_shuffled_and_shared_alike(tmp_path: Path) -> None:
@@ -182,26 +183,3 @@ def test_streams_are_split_shuffled_and_shared_alike(tmp_path: Path) -> None:
 def test_folders_that_are_no_image_sets(make: Any, text: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=text):
         open_images(str(make(tmp_path)))
-
-
-def test_classes_are_matched_or_there_is_no_accuracy() -> None:
-    labels = ["T-shirt", "Trouser", "crane, bird", "crane, machine", "tench, Tinca tinca"]
-    assert match_classes(["trouser", "t_shirt", "tench"], labels, 5, "x") == [1, 0, 4]
-    assert match_classes(None, labels, 5, "x") is None
-    assert match_classes(["a", "b"], None, 0, "x") is None
-    assert match_classes(["2", "0", "1"], None, 3, "x") == [2, 0, 1]
-    assert match_classes(["u", "v", "w", "x", "y"], labels, 5, "x") is None
-    with pytest.raises(DataError, match="2 classes and the model has 5"):
-        match_classes(["crane", "trouser"], labels, 5, "x")
-
-
-def test_synsets_are_matched_by_timms_tables() -> None:
-    info = ImageNetInfo("imagenet-1k")
-    synsets = info.label_names()
-    words = info.label_descriptions()
-    assert match_classes([synsets[7], synsets[500]], None, 1000, "x") == [7, 500]
-    assert match_classes([synsets[7], synsets[500]], words, 1000, "x") == [7, 500]
-    assert match_classes([synsets[7], synsets[500]], synsets, 1000, "x") == [7, 500]
-    with pytest.raises(DataError, match="names do not match"):
-        match_classes([synsets[7], synsets[500]], words[::-1], 1000, "x")
-    assert len(match_classes(synsets[:10], None, 21843, "x") or []) == 10

@@ -65,6 +65,13 @@ def test_blocks_run(page: Path, user: User) -> None:
         user.execute([sys.executable, "-W", "error::UserWarning", "-c", script.replace("YOUR-NAME", OWNER)])
 
 
+def test_tests_that_are_named_exist() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "reliability.md").read_text("utf-8"))
+    assert len(named) > 30
+    for file, name in named:
+        assert f"\ndef {name}(" in (ROOT / file).read_text("utf-8"), f"{file}::{name}"
+
+
 def test_links_lead_somewhere() -> None:
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text("utf-8")):

@@ -13,7 +13,7 @@ from tests import families
 from tests.conftest import Run
 from vit2linear.distill.forward import run
 from vit2linear.errors import DistillError
-from vit2linear.evaluation import open_judge
+from vit2linear.evaluation import ImageRequest, open_judge
 from vit2linear.hybrid import site_costs
 from vit2linear.model import load
 from vit2linear.plan import make_plan
@@ -50,7 +50,7 @@ def test_the_costliest_sites_keep_the_softmax(checkpoint: Path, class_folders: P
     ref = resolve(str(checkpoint))
     source = load(ref, layout_of(ref).spec(ref)).module
     config = resolve_model_data_config(source)
-    images = open_judge(str(class_folders), config, 5, None, workers=0, ignore_labels=True).sample(256)[0]
+    images = open_judge(ImageRequest(str(class_folders)), config, 5, None, workers=0).sample(256)[0]
     costs = costs_on_stored_inputs(source, images, op="elu")
     costliest = sorted(costs, key=lambda path: -costs[path])
     report = json.loads(Path("out/report.json").read_text())

@@ -13,24 +13,28 @@ PACKAGE = Path(vit2linear.__file__).parent
 # Later layers may import earlier ones, and their own; ops, sites and sources never import each other.
 LAYERS = [
     {"errors"},
-    {"strict", "sizes", "registry", "reporting", "hub", "entry", "durable", "interrupt"},
+    {"strict", "jsonfile", "sizes", "registry", "reporting", "hub", "upload", "entry", "durable", "interrupt"},
     {"recipe"},
     {"context", "heads"},
     {"modifiers"},
     {"operator"},
     {"site"},
     {"ops", "sites", "sources", "losses"},
-    {"resolve"},
+    {"resolve", "licence"},
     {"plan"},
     {"surgery", "model", "probe", "mimetic"},
-    {"initial", "images", "classes", "views", "bad_images", "samples", "data", "audit", "devices"},
+    {"initial", "images", "classes", "class_map", "views", "bad_images", "samples", "data", "audit", "devices"},
+    {"trackers"},
     {"distill"},
-    {"calibration", "headless"},
+    {"calibration", "headless", "significance", "routing"},
     {"catalogue", "compare", "evaluation", "bench", "training_cost", "hybrid"},
-    {"artifact", "card", "plots", "journal", "run_folder"},
+    {"speed", "stored", "evidence"},
+    {"artifact", "card", "plots", "pictures", "page", "journal", "checkpoint", "tracing", "graphs"},
+    {"run_folder"},
     {"prepare"},
     {"moments"},
-    {"pipeline", "finished", "inspection", "expected", "trial"},
+    {"opening"},
+    {"pipeline", "finished", "inspection", "publish", "export", "expected", "trial"},
     {"cli", "__main__", "__init__"},
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
@@ -74,7 +78,7 @@ def test_imports_are_light(code: str) -> None:
     subprocess.run([sys.executable, "-c", f"{code}; {check}"], check=True)
 
 
-@pytest.mark.parametrize("command", [[], ["convert"], ["eval"], ["push"]])
+@pytest.mark.parametrize("command", [[], ["convert"], ["eval"], ["push"], ["export"]])
 def test_help_is_light(command: list[str]) -> None:
     code = (
         "import sys\nfrom vit2linear.cli.main import app\n"

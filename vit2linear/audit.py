@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -95,7 +96,12 @@ def audit(
 
 
 def softmax_modules(model: nn.Module) -> set[str]:
-    """Paths of the modules that ran a softmax over pairs of tokens in one forward of a timm model on one black image.
+    """Paths of the modules with a softmax over pairs of tokens in one forward of a timm model on one black image."""
+    return set(softmax_pairs(model, example_pixels(model)))
+
+
+def softmax_pairs(model: nn.Module, pixels: Float[Tensor, "batch channels height width"]) -> dict[str, tuple[int, int]]:
+    """Queries and keys of every softmax over pairs of tokens in one forward of a timm model, by its module's path.
 
     Not counted: softmaxes of one query (pooling, class attention), over channels, and in a site whose operator is
     linear over features or landmarks.
@@ -112,7 +118,7 @@ def softmax_modules(model: nn.Module) -> set[str]:
     ]
     try:
         with torch.no_grad(), counter:
-            model.eval()(example_pixels(model))
+            model.eval()(pixels)
     finally:
         model.train(was_training)
         for handle in hooks:
@@ -125,7 +131,7 @@ class _SoftmaxCounter(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[str] = set()
+        self.found: dict[str, tuple[int, int]] = {}
         self._running: list[tuple[str, nn.Module]] = []
 
     def entering(self, path: str, module: nn.Module) -> Callable[..., None]:
@@ -148,7 +154,7 @@ class _SoftmaxCounter(TorchFunctionMode):
         linear = any(isinstance(m, Operator) and m.linear for _, m in self._running)
         channels = any(type(m).__name__ in OVER_CHANNELS for _, m in self._running)
         if min(queries, keys) > 1 and not linear and not channels:
-            self.found.add(self._running[-1][0])
+            self.found[self._running[-1][0]] = queries, keys
 
 
 def _some(keys: Iterable[str]) -> str:

@@ -172,11 +172,20 @@ def most_tokens(job: Job, size: Size) -> int:
     """Keys of the site that has most of them, in one image or window."""
     with torch.device("meta"):
         model = job.model(SOFTMAX, size)
-    seen = [0]
-    for site in sites_of(model).values():
-        site.op.register_forward_pre_hook(lambda _, args: seen.append(args[1].shape[-2]))
     with torch.no_grad():
-        model(torch.empty(1, int(model.in_chans), *size, device="meta"))  # type: ignore[arg-type]
+        return most_keys(model, torch.empty(1, int(model.in_chans), *size, device="meta"))  # type: ignore[arg-type]
+
+
+def most_keys(model: nn.Module, pixels: Float[Tensor, "images channels height width"]) -> int:
+    """Keys of the site of ``model`` that has most of them, seen in a forward of ``pixels``."""
+    seen = [0]
+    hooks = [
+        site.op.register_forward_pre_hook(lambda _, args: seen.append(args[1].shape[-2]))
+        for site in sites_of(model).values()
+    ]
+    model(pixels)
+    for hook in hooks:
+        hook.remove()
     return max(seen)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,6 +16,7 @@ from vit2linear.distill.forward import has_head, last_features, pooled_feature, 
 from vit2linear.errors import DataError
 from vit2linear.headless import nearest_neighbours, neighbour_agreement, ridge_probe
 from vit2linear.losses import Outputs, unexplained
+from vit2linear.significance import ClassChange, Difference, calibration_error, classes_that_lost, difference
 from vit2linear.site import sites_of
 
 _ERROR_IMAGES = 256
@@ -33,6 +33,8 @@ class Scores:
     probe: float | None
     """Headless and labelled: accuracy of a linear classifier of the pooled feature, fitted by ridge regression."""
     images_per_second: float
+    calibration_error: float | None = None
+    """Expected calibration error of the class probabilities."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ class EvalReport:
     """Student's images/s over the teacher's, medians of interleaved batches."""
     site_errors: dict[str, float] = field(default_factory=dict)
     """Unexplained energy of each site's output in the running student: 0 is equal, 1 is as bad as zero."""
+    difference: Difference | None = None
+    """In top-1, with its interval and test."""
+    lost_classes: tuple[ClassChange, ...] = ()
+    """Classes that lost most of their images."""
 
     @property
     def summary(self) -> str:
@@ -64,6 +70,8 @@ class EvalReport:
                 parts.append(f"{title} {student:.2f}% (teacher {teacher:.2f}%)")
         if self.agreement is not None:
             parts.append(f"agreement {self.agreement:.2f}%")
+        if self.difference is not None:
+            parts.append(self.difference.words)
         if self.neighbour_agreement is not None:
             parts.append(f"neighbours shared {self.neighbour_agreement:.2f}%")
         return ", ".join([*parts, f"feature cosine {self.feature_cosine:.4f}"])
@@ -73,6 +81,7 @@ class EvalReport:
 class _Kept:
     pooled: list[Tensor] = field(default_factory=list)
     top: list[Tensor] = field(default_factory=list)
+    confidence: list[Tensor] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
 
 
@@ -84,6 +93,7 @@ def compare(
     device: torch.device,
     class_map: list[int] | None = None,
     bank: Iterator[Batch] | None = None,
+    classes: Sequence[str] | None = None,
 ) -> EvalReport:
     """Run both models over ``batches``, alternating, and compare.
 
@@ -94,6 +104,7 @@ def compare(
         device: where to compute.
         class_map: the model's class of every class of the set (``match_classes``); without it there is no accuracy.
         bank: labelled training batches for nearest neighbours; headless models only.
+        classes: names of the set's classes, to say which ones lost.
 
     Raises:
         DataError: no images.
@@ -103,28 +114,37 @@ def compare(
     labels: list[Tensor] = []
     errors: dict[str, list[float]] = {}
     count = 0
-    for pixels, classes in batches:
+    for pixels, found in batches:
         pixels = pixels.to(device)
         if count < _ERROR_IMAGES:
             for path, error in _site_errors(teacher, student, pixels).items():
                 errors.setdefault(path, []).append(error)
         for name, model in models.items():
             _forward(model, pixels, kept[name])
-        labels.append(classes)
-        count += len(classes)
+        labels.append(found)
+        count += len(found)
     if not count:
         raise DataError(f"{data} gave no images to evaluate on.")
     truth = torch.cat(labels)
     pooled = {name: F.normalize(torch.cat(k.pooled).float(), dim=-1) for name, k in kept.items()}
     headless = not teacher.num_classes
     by_features = _bank_scores(models, pooled, truth, bank, device) if headless and bank is not None else {}
+    # -1 is an image without a class, or with one that the model has not.
+    wanted = torch.full_like(truth, -1) if headless or class_map is None else torch.tensor([*class_map, -1])[truth]
+    known = wanted >= 0
+    hits: dict[str, Tensor] = {}
     scores = {}
     for name, k in kept.items():
-        top1, top5 = (None, None) if headless or class_map is None else _accuracy(torch.cat(k.top), truth, class_map)
+        top1 = top5 = unsure = None
+        if known.any():
+            right = torch.cat(k.top)[known] == wanted[known][:, None]
+            hits[name] = right[:, 0]
+            top1, top5 = _percent(right[:, 0]), _percent(right.any(-1))
+            unsure = calibration_error(torch.cat(k.confidence)[known], right[:, 0])
         # The first batch pays for warming up.
         rate = statistics.median(k.rates[1:] or k.rates)
         knn, probe = (by_features.get(name, {}).get(kind) for kind in ("knn", "probe"))
-        scores[name] = Scores(top1, top5, knn, probe, rate)
+        scores[name] = Scores(top1, top5, knn, probe, rate, unsure)
     agreement = None
     if not headless:
         first = [torch.cat(kept[name].top)[:, 0] for name in models]
@@ -140,6 +160,8 @@ def compare(
         feature_cosine=float((pooled["teacher"] * pooled["student"]).sum(-1).mean()),
         speedup=statistics.median(paired[1:] or paired),
         site_errors={path: statistics.fmean(values) for path, values in errors.items()},
+        difference=difference(hits["teacher"], hits["student"]) if hits else None,
+        lost_classes=classes_that_lost(hits["teacher"], hits["student"], truth[known], classes or ()) if hits else (),
     )
 
 
@@ -154,6 +176,7 @@ def _forward(model: nn.Module, pixels: Tensor, kept: _Kept) -> None:
     kept.pooled.append(pooled_feature(model, features).cpu())
     if model.num_classes:
         kept.top.append(outputs.topk(min(5, outputs.shape[-1]), dim=-1).indices.cpu())
+        kept.confidence.append(outputs.float().softmax(-1).amax(-1).cpu())
 
 
 @torch.inference_mode()
@@ -162,17 +185,6 @@ def _site_errors(teacher: nn.Module, student: nn.Module, pixels: Tensor) -> dict
     target: Outputs = run(teacher, pixels, {p: m for p, m in sites_of(teacher).items() if p in sites})
     mine = run(student, pixels, sites)
     return {path: float(unexplained(y, target.sites[path])) for path, y in mine.sites.items()}
-
-
-def _accuracy(
-    top: Int[Tensor, "images k"], truth: Int[Tensor, " images"], class_map: list[int]
-) -> tuple[float | None, float | None]:
-    known = truth >= 0
-    if not known.any():
-        return None, None
-    wanted = torch.tensor(class_map)[truth[known]][:, None]
-    hits = top[known] == wanted
-    return _percent(hits[:, 0]), _percent(hits.any(-1))
 
 
 def _bank_scores(
@@ -190,13 +202,15 @@ def _bank_scores(
             _forward(model, pixels.to(device), kept[name])
         labels.append(classes)
     bank_labels = torch.cat(labels)
-    known = truth >= 0
+    labelled, known = bank_labels >= 0, truth >= 0
+    if not labelled.any() or not known.any():
+        return {}
     scores = {}
     for name, k in kept.items():
         features, queries = F.normalize(torch.cat(k.pooled).float(), dim=-1), pooled[name][known]
         predicted = {
-            "knn": nearest_neighbours(features, bank_labels, queries),
-            "probe": ridge_probe(features, bank_labels, queries),
+            "knn": nearest_neighbours(features[labelled], bank_labels[labelled], queries),
+            "probe": ridge_probe(features[labelled], bank_labels[labelled], queries),
         }
         scores[name] = {kind: _percent(classes == truth[known]) for kind, classes in predicted.items()}
     return scores

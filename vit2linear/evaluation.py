@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from vit2linear.bad_images import BadImages
+from vit2linear.class_map import ClassMap
 from vit2linear.classes import match_classes
 from vit2linear.compare import EvalReport, compare
 from vit2linear.data import Batch, eval_batches
-from vit2linear.images import DEFAULT_SET, ImageList, Images, ImageSets, open_images
+from vit2linear.errors import DataError
+from vit2linear.images import DEFAULT_SET, HeldOut, ImageList, ImageOptions, Images, ImageSets, open_images
+from vit2linear.reporting import Reporter
 from vit2linear.resolve import DEMO
 from vit2linear.views import eval_view
 
@@ -28,10 +32,30 @@ def default_images(source_name: str) -> str:
 
 
 @dataclass(frozen=True)
+class ImageRequest:
+    """Which images, and how they are read."""
+
+    path: str | tuple[str, ...]
+    options: ImageOptions = dataclasses.field(default_factory=ImageOptions)
+    class_map: ClassMap | None = None
+    """Which class of the model each class is, where the user said so."""
+    held_out: HeldOut = None
+    """Of an earlier conversion, so that the same images are held out again."""
+
+    @classmethod
+    def again(cls, record: dict[str, Any]) -> ImageRequest:
+        """What a judge recorded; artifacts written before there were more options have path and held_out alone."""
+        names = {field.name for field in dataclasses.fields(ImageOptions)} & set(record)
+        path, held_out = (tuple(x) if isinstance(x, list) else x for x in (record["path"], record["held_out"]))
+        return cls(path, ImageOptions(**{name: record[name] for name in names}), record.get("class_map"), held_out)
+
+
+@dataclass(frozen=True)
 class Judge:
     """An image set bound to a model's preprocessing and classes."""
 
     sets: ImageSets
+    request: ImageRequest
     data_config: dict[str, Any]
     class_map: list[int] | None
     batch_size: int
@@ -54,7 +78,19 @@ class Judge:
             self.device,
             class_map=self.class_map,
             bank=self._bank(limit) if headless and images.classes is not None else None,
+            classes=images.classes,
         )
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What opens the same images again (``ImageRequest.again``), as JSON."""
+        path, held_out = ([*x] if isinstance(x, tuple) else x for x in (self.request.path, self.sets.held_out))
+        options = dataclasses.asdict(self.request.options)
+        return {"path": path, "held_out": held_out, **options, "class_map": self.request.class_map}
+
+    def look(self, count: int) -> Float[Tensor, "images channels height width"]:
+        """At most ``count`` validation images as they are evaluated, always the same ones."""
+        return torch.cat([pixels for pixels, _ in self._batches(self.sets.validation, count)])
 
     def sample(self, count: int) -> Batch:
         """At most ``count`` training images as they are evaluated, always the same ones, and the model's classes."""
@@ -76,30 +112,40 @@ class Judge:
 
 
 def open_judge(
-    path: str,
+    request: ImageRequest,
     data_config: dict[str, Any],
     num_classes: int,
     labels: list[str] | None,
     *,
-    ignore_labels: bool = False,
-    held_out: str | None = None,
     batch_size: int = 64,
     workers: int = 2,
     limit: int | None = None,
     device: torch.device | None = None,
-    seed: int = 0,
     max_bad: float = 0.01,
+    reporter: Reporter | None = None,
 ) -> Judge:
     """Open an image set, decode one image as a probe, and match its classes with the model's.
 
+    Args:
+        request: which images.
+        data_config: the model's preprocessing.
+        num_classes, labels: the model's classes, 0 and ``None`` where it has none or does not name them.
+        batch_size, workers, limit, device: as in a recipe.
+        reporter: told what is left out of the set, and of accuracy; default: the ``vit2linear`` logger.
+
     Raises:
-        DataError: no images, more than ``max_bad`` of them bad, or classes that do not match.
+        DataError: no images, more than ``max_bad`` of them bad, or a class map that does not fit.
     """
-    sets = open_images(path, seed, held_out)
-    classes = None if ignore_labels else sets.validation.classes
-    class_map = match_classes(classes, labels, num_classes, sets.validation.name)
-    parts = [s.size for s in (sets.train, sets.validation) if isinstance(s, ImageList)]
+    if request.options.ignore_labels and request.class_map is not None:
+        raise DataError("--ignore-labels and --class-map exclude each other.", "Leave one of them out.")
+    sets = open_images(request.path, request.options, request.held_out)
+    images = sets.validation
+    matched = match_classes(images.classes, labels, num_classes, images.name, request.class_map)
+    for note in (*sets.notes, *([matched.note] if matched.note else [])):
+        (reporter or Reporter()).say(note)
+    parts = [s.size for s in (sets.train, images) if isinstance(s, ImageList)]
     bad = BadImages(max_bad, sum(parts) if len(parts) == 2 else None)
     # The validation images only: a training stream would fill its shuffle buffer for one image.
-    next(eval_batches(sets.validation, eval_view(data_config), 1, None, 0, bad))
-    return Judge(sets, data_config, class_map, batch_size, workers, limit, device or torch.device("cpu"), bad)
+    next(eval_batches(images, eval_view(data_config), 1, None, 0, bad))
+    where = device or torch.device("cpu")
+    return Judge(sets, request, data_config, matched.indices, batch_size, workers, limit, where, bad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from timm.data import resolve_model_data_config
@@ -11,16 +12,18 @@ from torch import nn
 from vit2linear import model, surgery
 from vit2linear.artifact import Artifact, open_artifact
 from vit2linear.bench import Job
+from vit2linear.class_map import ClassMap, read_class_map
 from vit2linear.compare import EvalReport
 from vit2linear.devices import device_of
 from vit2linear.errors import ArtifactError
-from vit2linear.evaluation import open_judge
+from vit2linear.evaluation import ImageRequest, open_judge
+from vit2linear.images import ImageOptions
 from vit2linear.probe import example_pixels
-from vit2linear.recipe import KEEP, Recipe, override
 from vit2linear.reporting import Reporter
 from vit2linear.resolve import layout_of, resolve
 from vit2linear.sizes import Size
 from vit2linear.sources.base import ModelRef
+from vit2linear.speed import job_of
 
 
 def load(ref: str, revision: str | None = None) -> nn.Module:
@@ -31,7 +34,11 @@ def load(ref: str, revision: str | None = None) -> nn.Module:
 def evaluate(
     ref: str | Artifact | None = None,
     *,
-    data: str | None = None,
+    data: str | Sequence[str] | None = None,
+    split: str | None = None,
+    val_split: str | None = None,
+    class_map: str | None = None,
+    streaming: bool | None = None,
     teacher: str | None = None,
     ignore_labels: bool = False,
     batch_size: int = 64,
@@ -47,6 +54,7 @@ def evaluate(
     Args:
         ref: artifact, folder or Hub id; default: the newest artifact under the current folder.
         data: images; default: those of the conversion, with the same ones held out.
+        split, val_split, class_map, streaming: as in a recipe; default: those of the conversion for its own images.
         teacher: the source's place, where a local folder has moved.
         ignore_labels: do not match the images' classes with the model's.
         batch_size, workers, limit, max_bad, device: as in a recipe.
@@ -68,20 +76,24 @@ def evaluate(
         student = opened.model(**{k: v for k, v in spec.model_args.items() if k == "img_size"})
         reporter.say(spec.notes[-1])
     module = model.load(source, spec).module
-    softmax = {p["site"]["path"]: {"op": "softmax"} for p in record["plan"] if p["op"] != KEEP}
-    same_images = data is None or data == record["data"]["path"]
+    softmax = {path: {"op": "softmax"} for path in opened.model_args["operators"]}
+    num_classes, labels = int(student.num_classes), spec.pretrained_cfg.get("label_names")  # type: ignore[arg-type]
     judge = open_judge(
-        data or record["data"]["path"],
+        _images(
+            ImageRequest.again(record["data"]),
+            data,
+            {"split": split, "val_split": val_split, "ignore_labels": ignore_labels or None, "streaming": streaming},
+            read_class_map(class_map, labels, num_classes) if class_map is not None else None,
+        ),
         data_config,
-        int(student.num_classes),  # type: ignore[arg-type]
-        spec.pretrained_cfg.get("label_names"),
-        ignore_labels=ignore_labels or (same_images and record["data"]["ignore_labels"]),
-        held_out=record["data"]["held_out"] if same_images else None,
+        num_classes,
+        labels,
         batch_size=batch_size,
         workers=workers,
         limit=limit,
         device=device_of(device),
         max_bad=max_bad,
+        reporter=reporter,
     )
     report = judge(surgery.apply(module, softmax).eval(), student)
     if judge.bad.summary:
@@ -93,8 +105,23 @@ def bench_job(ref: str, batch_size: int) -> Job:
     """The architecture of an artifact, with its operators, for ``bench``."""
     args = dict(open_artifact(ref).model_args)
     operators, base = args.pop("operators"), args.pop("base")
-    rules = [{"sites": path, **entry} for path, entry in operators.items()]
-    return Job(base, {"this model": override(Recipe(), convert=rules).convert}, args, batch_size)
+    return job_of(base, args, operators, batch_size)
+
+
+def _images(
+    recorded: ImageRequest, data: str | Sequence[str] | None, given: dict[str, Any], class_map: ClassMap | None
+) -> ImageRequest:
+    """The images of the conversion, unless others are named; the same ones are held out where it is the same set."""
+    path = data if data is None or isinstance(data, str) else tuple(data)
+    changes = {key: value for key, value in given.items() if value is not None}
+    if class_map is not None:
+        changes.setdefault("ignore_labels", False)
+    if path not in (None, recorded.path):
+        return ImageRequest(path, ImageOptions(**changes), class_map)
+    options = dataclasses.replace(recorded.options, **changes)
+    known = class_map or (None if "ignore_labels" in changes else recorded.class_map)
+    splits = (options.split, options.val_split) == (recorded.options.split, recorded.options.val_split)
+    return ImageRequest(recorded.path, options, known, recorded.held_out if splits else None)
 
 
 def _source_again(record: dict[str, Any], place: str | None) -> ModelRef:

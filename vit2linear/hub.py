@@ -1,4 +1,4 @@
-"""Talking to the Hugging Face Hub: which commit, which files, upload; its errors turned into ours.
+"""Reading from the Hugging Face Hub: which commit, which files; the client's errors turned into ours.
 
 Tokens are resolved by huggingface_hub itself (environment, stored login) and never seen here.
 """
@@ -16,7 +16,6 @@ from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # httpx o
 
 from vit2linear.errors import (
     GatedSourceError,
-    PublishError,
     SourceError,
     SourceNotFoundError,
     UnreachableHubError,
@@ -32,10 +31,12 @@ class RepoInfo:
 
     repo: str
     commit: str
-    license: str | None = None
+    license: str | list[str] | None = None
     license_name: str | None = None
     license_link: str | None = None
     files: tuple[str, ...] = ()
+    gated: bool | None = None
+    """Whether its terms have to be accepted; ``None`` where the Hub could not be asked."""
 
 
 @contextmanager
@@ -63,12 +64,12 @@ def friendly_errors(what: str) -> Iterator[None]:
         ) from error
     except errors.RemoteEntryNotFoundError as error:
         raise SourceNotFoundError(f"a file is missing in {what!r}: {_first_line(error)}.") from error
-    except errors.OfflineModeIsEnabled as error:
-        raise UnreachableHubError(
-            f"{what!r} is not in the local cache, and HF_HUB_OFFLINE forbids fetching it.",
-            "Unset HF_HUB_OFFLINE once to download it, or name a local folder.",
-        ) from error
     except (errors.LocalEntryNotFoundError, httpx.TransportError, ConnectionError) as error:
+        if constants.is_offline_mode():
+            raise UnreachableHubError(
+                f"{what!r} is not in the local cache, and HF_HUB_OFFLINE or --offline forbids fetching it.",
+                "Fetch it once without, or name a local folder.",
+            ) from error
         raise UnreachableHubError(
             f"the Hub at {constants.ENDPOINT} cannot be reached for {what!r}.",
             "Check the connection (or HF_ENDPOINT); cached repositories and local folders work without it.",
@@ -95,7 +96,7 @@ def repo_info(repo: str, revision: str | None = None) -> RepoInfo:
     card = info.card_data
     fields = {k: getattr(card, k, None) for k in ("license", "license_name", "license_link")} if card else {}
     files = tuple(sibling.rfilename for sibling in info.siblings or [])
-    return RepoInfo(repo, str(info.sha), **fields, files=files)
+    return RepoInfo(repo, str(info.sha), **fields, files=files, gated=bool(info.gated))
 
 
 def _cached(repo: str, revision: str | None) -> RepoInfo | None:
@@ -122,50 +123,6 @@ def download(repo: str, commit: str, filename: str) -> Path | None:
             return Path(hf.hf_hub_download(repo, filename, revision=commit))
         except errors.RemoteEntryNotFoundError:
             return None
-
-
-def upload(folder: Path, repo: str, files: list[str], message: str, private: bool | None) -> str:
-    """Create ``repo`` if needed, upload exactly ``files`` of ``folder``, and return the address.
-
-    Raises:
-        PublishError: not logged in, no permission, refused, unreachable, or public where private was asked for.
-    """
-    with _publishing(f"Nothing is lost: run 'vit2linear push {folder.name} {repo}' again."):
-        api = hf.HfApi()
-        api.create_repo(repo, exist_ok=True, private=private)
-        if private and not api.model_info(repo).private:
-            raise PublishError(f"{repo!r} exists and is public.", "Choose another name, or make it private on the Hub.")
-        api.upload_folder(repo_id=repo, folder_path=folder, allow_patterns=files, commit_message=message)
-    return f"{constants.ENDPOINT}/{repo}"
-
-
-def account() -> str:
-    """The name that is logged in, for a repository id without an owner."""
-    with _publishing("Try again, or name the repository: OWNER/NAME."):
-        return str(hf.HfApi().whoami()["name"])
-
-
-@contextmanager
-def _publishing(again: str) -> Iterator[None]:
-    """Turn the Hub client's errors about writing into ours; ``again`` is what to do about a passing failure."""
-    login = "Run 'hf auth login' or set HF_TOKEN."
-    try:
-        yield
-    except errors.LocalTokenNotFoundError as error:
-        raise PublishError("you are not logged in to the Hub.", login) from error
-    except errors.HFValidationError as error:
-        raise PublishError(f"not a valid Hub id: {_first_line(error)}.", "Use owner/name.") from error
-    except errors.OfflineModeIsEnabled as error:
-        raise PublishError("HF_HUB_OFFLINE is set, so nothing can be uploaded.", "Unset it.") from error
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else None
-        hints = {
-            401: f"The token is missing or not valid. {login}",
-            403: "The token may not write there: check its scopes.",
-        }
-        raise PublishError(f"the Hub refused: {_first_line(error)}.", hints.get(status or 0, again)) from error
-    except (httpx.TransportError, ConnectionError) as error:
-        raise PublishError(f"the Hub at {constants.ENDPOINT} cannot be reached.", again) from error
 
 
 def _first_line(error: Exception) -> str:

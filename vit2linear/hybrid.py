@@ -7,7 +7,7 @@ calibrated or trained, as every conversion is by default.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -136,9 +136,13 @@ def keep_costliest(
     for path, cost in costs.items():
         keeps = ": it keeps the softmax" if path in chosen else ""
         reporter.say(f"converting {path} leaves {cost:.1%} of its output unexplained{keeps}")
-    paths = [s.site.path for s in plan.sites]
-    kept = tuple(path for path in paths if path in chosen)
-    used = [rule_for(path, recipe.convert) for path in paths if path not in chosen]
+    kept = tuple(s.site.path for s in plan.sites if s.site.path in chosen)
+    return keeping(recipe, plan, kept), KeepReport(len(pixels), costs, kept)
+
+
+def keeping(recipe: Recipe, plan: Plan, kept: Sequence[str]) -> Recipe:
+    """The recipe that keeps the softmax at the sites ``kept`` by rules, instead of by their number."""
+    used = [rule_for(s.site.path, recipe.convert) for s in plan.sites if s.site.path not in kept]
     rules = [Rule(op=KEEP, sites=path) for path in kept]
     rules += [rule for rule in recipe.convert if any(rule is u for u in used)]
-    return replace(recipe, keep_softmax=0, convert=tuple(rules)), KeepReport(len(pixels), costs, kept)
+    return replace(recipe, keep_softmax=0, convert=tuple(rules))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from vit2linear import card, model
+from vit2linear import licence, model
 from vit2linear.errors import SurgeryError
 from vit2linear.plan import NOT_SOFTMAX_ROUTING, make_plan, plan_notes
 from vit2linear.probe import plan_to_json, probe
@@ -65,6 +65,7 @@ def inspect(
     spec = layout.spec(ref)
     if size is not None:
         spec = model.at_size(spec, size)
+    stated = licence.of_source(ref, spec.pretrained_cfg)
     skeleton = model.skeleton(spec)
     kept = make_plan(skeleton, [Rule(op="softmax")])
     refused = None
@@ -80,7 +81,7 @@ def inspect(
         layout=type(layout).__module__.rpartition(".")[2],
         architecture=spec.architecture,
         commit=ref.repo.commit if ref.repo is not None else None,
-        licence=card.license_of(ref, spec.pretrained_cfg, None),
+        licence=stated.fields,
         parameters=sum(p.numel() for p in skeleton.parameters()),
         num_classes=int(skeleton.num_classes),  # type: ignore[arg-type]
         input_size=pixels,
@@ -91,7 +92,7 @@ def inspect(
         refused=refused,
         flops_before=probed.flops_before,
         flops=None if refused else probed.flops,
-        notes=[*spec.notes, *plan_notes(plan)],
+        notes=[*spec.notes, *plan_notes(plan), *stated.notes],
     )
 
 

@@ -21,6 +21,8 @@ class Journal:
     """Of ``settings_of``."""
     recipe: str
     """The recipe as it runs, as TOML: sites that keep the softmax are named."""
+    images: int | None = None
+    """Of the whole set; ``None`` for a stream."""
     keep_softmax: dict[str, Any] | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
     calibration: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -37,11 +39,15 @@ def settings_of(recipe: Recipe, **more: Any) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if not key.startswith(FREE)}
 
 
-def refuse_changes(before: dict[str, Any], now: dict[str, Any]) -> None:
+def refuse_changes(
+    before: dict[str, Any],
+    now: dict[str, Any],
+    hint: str = "Resume with the settings of the interrupted run, or start anew with --overwrite.",
+) -> None:
     """Raise if a resumed run has other settings.
 
     Raises:
-        RecipeError: naming every one.
+        RecipeError: naming every one, with ``hint``.
     """
     changed = [
         f"{key} was {before.get(key)!r} and is {now.get(key)!r}"
@@ -49,10 +55,7 @@ def refuse_changes(before: dict[str, Any], now: dict[str, Any]) -> None:
         if before.get(key) != now.get(key)
     ]
     if changed:
-        raise RecipeError(
-            f"--resume: {'; '.join(changed)}.",
-            "Resume with the settings of the interrupted run, or start anew with --overwrite.",
-        )
+        raise RecipeError(f"--resume: {'; '.join(changed)}.", hint)
 
 
 def _flatten(value: Any, where: str, flat: dict[str, Any]) -> None:

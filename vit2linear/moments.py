@@ -19,6 +19,7 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from vit2linear.calibration.calibrate import calibrate
+from vit2linear.checkpoint import Checkpoint
 from vit2linear.compare import EvalReport
 from vit2linear.data import train_batches
 from vit2linear.distill.economies import economies
@@ -32,7 +33,7 @@ from vit2linear.journal import Journal
 from vit2linear.prepare import Prepared
 from vit2linear.recipe import DistillOptions
 from vit2linear.reporting import Reporter
-from vit2linear.run_folder import Checkpoint, RunFolder
+from vit2linear.run_folder import RunFolder
 from vit2linear.views import train_view
 
 CHECK_IMAGES = 512
@@ -138,8 +139,9 @@ class Course:
             if self.run is not None and i == len(journal.history):
                 report = judge(teacher, student, None if moment is moments[-1] else MONITOR_IMAGES)
                 self.reporter.say(f"{moment.name}: {report.summary}")
+                told = ("agreement", "neighbour_agreement", "feature_cosine", "site_errors")
                 entry = {"moment": moment.name, "images": report.images, "student": asdict(report.student)}
-                journal.history.append(entry)
+                journal.history.append(entry | {key: getattr(report, key) for key in told})
         return report
 
     def _change(
@@ -160,9 +162,10 @@ class Course:
                 calibrate(teacher, student, pixels, options.calibration, self.reporter)
             )
         elif moment.stage is not None:
-            keeper = _Keeper(self, i, moment.stage, journal, prepared.recipe.run.checkpoint_every)
+            before = sum(m.steps for m in moments_of(options)[:i])
+            keeper = _Keeper(self, i, moment.stage, journal, prepared.recipe.run.checkpoint_every, before)
             if begun is not None and i == begun.moment and begun.stage.step:
-                keeper.resumed = begun.stage
+                keeper.resumed, keeper.last_step = begun.stage, begun.stage.step
             with self.interrupts.deferred():
                 report = self.train(moment, teacher, student, prepared, judge, keeper)
             journal.stages.append(asdict(report))
@@ -201,27 +204,32 @@ class Course:
 class _Keeper(Keeper):
     """Writes checkpoints and metrics of a stage, in the main process, and asks for signals, in all."""
 
-    def __init__(self, course: Course, moment: int, stage: str, journal: Journal, every: int | None) -> None:
+    def __init__(
+        self, course: Course, moment: int, stage: str, journal: Journal, every: int | None, before: int
+    ) -> None:
         self.course, self.moment, self.stage, self.journal, self.every = course, moment, stage, journal, every
-        self.last = time.monotonic()
+        self.before = before
+        self.last, self.last_step = time.monotonic(), 0
 
     def due(self, step: int) -> bool:
         if self.course.run is None:
             return False
         if self.every is None:
             return time.monotonic() - self.last >= CHECKPOINT_SECONDS
-        return step % self.every == 0
+        return step - self.last_step >= self.every
 
     def save(self, saved: Saved) -> None:
         if self.course.run is not None:
             state = _state(self.moment, saved.step, saved.state, self.journal)
             self.course.run.save(self.moment, saved.step, saved.tensors, state)
-            self.last = time.monotonic()
+            self.last, self.last_step = time.monotonic(), saved.step
 
     def log(self, step: int, values: dict[str, float]) -> None:
         if self.course.run is not None:
             finite = {k: v if abs(v) < float("inf") else None for k, v in values.items()}
             self.course.run.log({"moment": self.moment, "stage": self.stage, "step": step, **finite})
+            named = {f"{self.stage}/{k}": v for k, v in finite.items() if v is not None}
+            self.course.accelerator.log(named, step=self.before + step)
 
     def stop_wanted(self) -> bool:
         accelerator, wanted = self.course.accelerator, self.course.interrupts.wanted
@@ -236,4 +244,4 @@ class _Keeper(Keeper):
 
 
 def _state(moment: int, step: int, stage: dict[str, Any], journal: Journal) -> dict[str, Any]:
-    return {"format": 1, "moment": moment, "step": step, "stage": stage, "journal": dataclasses.asdict(journal)}
+    return {"moment": moment, "step": step, "stage": stage, "journal": dataclasses.asdict(journal)}

@@ -11,30 +11,37 @@ import dataclasses
 import platform
 from contextlib import nullcontext
 from importlib.metadata import version
+from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
-from torch import Tensor, nn
+from torch import nn
 
 import vit2linear
-from vit2linear import artifact, card, hybrid, model
+from vit2linear import artifact, evidence, hybrid, licence, model, page, pictures
 from vit2linear.artifact import Artifact
 from vit2linear.audit import audit
-from vit2linear.devices import accelerator_for
-from vit2linear.distill.economies import check_compiles
-from vit2linear.errors import DataError, NotFiniteError, RecipeError, StoppedError
-from vit2linear.evaluation import Judge, open_judge
-from vit2linear.initial import drawn_weights, start_words
+from vit2linear.card.card import render
+from vit2linear.card.drawn import draw
+from vit2linear.errors import NotFiniteError, StoppedError
+from vit2linear.evaluation import Judge
+from vit2linear.images import on_hub
+from vit2linear.initial import start_words
 from vit2linear.interrupt import Interrupts
 from vit2linear.journal import Journal, refuse_changes, settings_of
 from vit2linear.moments import Course, moments_of
+from vit2linear.opening import checked_accelerator, judge_of, models_of
+from vit2linear.plan import plan_notes
 from vit2linear.prepare import Prepared, prepare
 from vit2linear.probe import plan_to_json
 from vit2linear.recipe import Recipe, parse_recipe, to_toml
 from vit2linear.reporting import Reporter
-from vit2linear.run_folder import RunFolder, open_run
-from vit2linear.surgery import apply_plan
+from vit2linear.run_folder import RunFolder, clear_leftovers, open_run
+from vit2linear.speed import Speed, job_of, measure_speed
+from vit2linear.trackers import start_trackers
+
+LOOKED_AT = 64
+"""Validation images among which the page finds the ones that differ most."""
 
 
 def convert(
@@ -64,7 +71,7 @@ def convert(
     with interrupts.installed():
         prepared = prepare(recipe, overwrite or resume)
         if resume and not overwrite and artifact.is_artifact(prepared.output):
-            return _finished(prepared, reporter or Reporter())
+            return _finished(prepared, ignore_labels, reporter or Reporter())
         accelerator = checked_accelerator(prepared.recipe)
         main = accelerator.is_main_process
         opened = open_run(prepared.output, resume, overwrite) if main else nullcontext()
@@ -81,7 +88,8 @@ def convert(
 
 def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_labels: bool) -> Artifact:
     reporter, accelerator = course.reporter, course.accelerator
-    settings = settings_of(prepared.recipe, source=prepared.ref.record(), ignore_labels=ignore_labels)
+    more = {"source": prepared.ref.record(), "ignore_labels": ignore_labels, "class_map": prepared.class_map}
+    settings = settings_of(prepared.recipe, **more)
     begun = course.begun()
     if begun is not None:
         refuse_changes(begun.journal.settings, settings)
@@ -89,33 +97,42 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
     for note in prepared.notes:
         reporter.say(note)
     recipe, plan = prepared.recipe, prepared.plan
-    judge = judge_of(prepared, accelerator.device, ignore_labels)
+    judge = judge_of(prepared, accelerator.device, ignore_labels, reporter)
+    images = judge.bad.total
+    if begun is not None:
+        counted = f"images of {recipe.data.path}"
+        refuse_changes({counted: begun.journal.images}, {counted: images})
     set_seed(recipe.run.seed)
     loaded = model.load(prepared.ref, prepared.spec)
-    journal = begun.journal if begun is not None else Journal(settings, to_toml(recipe))
+    others = licence.fetch(prepared.ref, prepared.licence) if run is not None else {}
+    journal = begun.journal if begun is not None else Journal(settings, to_toml(recipe), images)
     if recipe.keep_softmax:
         if begun is None:
             recipe, kept = hybrid.keep_costliest(loaded.module, recipe, plan, judge, reporter)
-            journal = Journal(settings, to_toml(recipe), dataclasses.asdict(kept))
-        prepared = prepared.replanned(parse_recipe(journal.recipe))
+            journal = Journal(settings, to_toml(recipe), images, dataclasses.asdict(kept))
+        # The rest may be other than when the run began, where it changes no weight.
+        rules = parse_recipe(journal.recipe).convert
+        prepared = prepared.replanned(dataclasses.replace(recipe, keep_softmax=0, convert=rules))
         recipe, plan = prepared.recipe, prepared.plan
     judge.bad.found.update(journal.bad)
     journal.bad = judge.bad.found
     source = loaded.module.state_dict()
     teacher, student, drawn = models_of(loaded.module, prepared, accelerator.device)
     moments = moments_of(recipe.distill)
+    start_trackers(accelerator, settings)
     report = course.walk(moments, teacher, student, prepared, judge, journal, begun)
     for found in gather_object([judge.bad.found]):
         judge.bad.found.update(found)
     if run is None or report is None:
         return Artifact(f"local-dir:{prepared.output}", {}, prepared.output)
     audited = audit(source, student, plan, trained=bool(journal.stages or journal.calibration), drawn=drawn)
-    licence = card.license_of(prepared.ref, prepared.spec.pretrained_cfg, recipe.output.license)
-    if licence.get("license_name") == "unknown":
-        reporter.say("The source states no licence, so the card says 'unknown'; state it with --license.")
+    speed = _speed(prepared, teacher, student, accelerator.device, journal) if recipe.output.bench else None
+    if speed is not None:
+        reporter.say(speed.summary)
     if judge.bad.summary:
         reporter.say(judge.bad.summary)
     bad = {"count": len(judge.bad.found), "images": judge.bad.found}
+    paths = [recipe.data.path] if isinstance(recipe.data.path, str) else [*(recipe.data.path or ())]
     start = start_words(recipe.source, not prepared.num_classes)
     record = {
         "format": 1,
@@ -125,9 +142,13 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
             **prepared.ref.record(),
             "architecture": prepared.spec.architecture,
             "dtype": loaded.spec.dtype,
-            **licence,
+            "gated": prepared.ref.repo is not None and prepared.ref.repo.gated,
+            **prepared.licence.fields,
         },
-        "data": {"path": recipe.data.path, "held_out": judge.sets.held_out, "ignore_labels": ignore_labels, "bad": bad},
+        "data": {**judge.record, "on_hub": [path for path in paths if on_hub(path)], "bad": bad},
+        "input_size": prepared.data_config["input_size"],
+        "flops": {"source": prepared.probe.flops_before, "student": prepared.probe.flops},
+        "notes": plan_notes(plan),
         "plan": plan_to_json(plan, prepared.probe),
         "start": {"init": recipe.source.init, "head": recipe.source.head, "words": start},
         "keep_softmax": journal.keep_softmax,
@@ -136,81 +157,67 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
         "stages": journal.stages,
         "history": journal.history,
         "evaluation": dataclasses.asdict(report),
+        "speed": dataclasses.asdict(speed) if speed is not None else None,
     }
     # Where this run wrote its output is nobody else's business, and the recipe is to run again elsewhere.
     portable = dataclasses.replace(recipe, output=dataclasses.replace(recipe.output, dir=None))
-    fitted = [c["images"] for c in journal.calibration.values()]
-    text = card.render(prepared.output.name, prepared.ref, licence, plan, journal.stages, report, start, fitted)
-    return run.write(prepared.output, student, prepared.data_config, to_toml(portable), record, text)
+    text = render(prepared.output.name, record, portable)
+    others |= draw(record)
+    others[artifact.PAGE] = _page(prepared, teacher, student, judge, record, portable, others)
+    return run.write(prepared.output, student, prepared.data_config, to_toml(portable), record, text, others)
 
 
-def _finished(prepared: Prepared, reporter: Reporter) -> Artifact:
+def _page(
+    prepared: Prepared,
+    teacher: nn.Module,
+    student: nn.Module,
+    judge: Judge,
+    record: dict[str, Any],
+    recipe: Recipe,
+    others: dict[str, bytes],
+) -> bytes:
+    """The page, and in the record what it shows of routing."""
+    found = None
+    if LOOKED_AT:
+        pixels, labels = judge.look(LOOKED_AT), prepared.spec.pretrained_cfg.get("label_names")
+        found = evidence.gather(teacher, student, pixels, prepared.data_config, labels)
+        record["routing"] = {path: dataclasses.asdict(site) for path, site in found.routing.items()}
+        record["looked_at"] = len(pixels)
+    shown = pictures.draw(record["stages"], found)
+    shown |= {
+        key: others[name] for key, name in (("speed", artifact.SPEED), ("errors", artifact.SITES)) if name in others
+    }
+    return page.render(prepared.output.name, record, to_toml(recipe), shown).encode()
+
+
+def _speed(prepared: Prepared, teacher: nn.Module, student: nn.Module, device: torch.device, journal: Journal) -> Speed:
+    spec = prepared.spec
+    job = job_of(spec.architecture, spec.model_args, prepared.plan.operators)
+    height, width = prepared.data_config["input_size"][-2:]
+    seconds = sum((stage["seconds"] for stage in journal.stages), 0.0)
+    return measure_speed(teacher, student, job, (height, width), device, seconds)
+
+
+def _finished(prepared: Prepared, ignore_labels: bool, reporter: Reporter) -> Artifact:
     """What an earlier run of the same request has written.
 
     Raises:
         RecipeError: it was another request.
     """
-    there = artifact.open_artifact(str(prepared.output))
-    before = settings_of(there.recipe)
-    now = settings_of(prepared.recipe)
-    if prepared.recipe.keep_softmax:  # which the written recipe has as rules
-        before, now = ({k: v for k, v in s.items() if not k.startswith(("convert", "keep"))} for s in (before, now))
-    refuse_changes(before, now)
+    there, recipe, source = artifact.open_artifact(str(prepared.output)), prepared.recipe, prepared.ref.record()
+    written, labels = there.recipe, there.report["data"]["ignore_labels"]
+    if recipe.keep_softmax:  # which the written recipe has as rules
+        kept = (there.report["keep_softmax"] or {}).get("kept", [])
+        written = dataclasses.replace(written, keep_softmax=len(kept))
+        if len(kept) == recipe.keep_softmax:
+            rules = hybrid.keeping(recipe, prepared.plan, kept).convert
+            recipe = dataclasses.replace(recipe, convert=rules)
+    refuse_changes(
+        settings_of(written, source={k: there.report["source"].get(k) for k in source}, ignore_labels=labels),
+        settings_of(recipe, source=source, ignore_labels=ignore_labels),
+        "What is there is finished: choose another --output, or replace it at the end with --overwrite, and with "
+        "--resume --overwrite if a run that was to replace it was interrupted.",
+    )
+    clear_leftovers(prepared.output)
     reporter.say(f"{str(prepared.output)!r} is finished; nothing is left to resume.")
     return there
-
-
-def checked_accelerator(recipe: Recipe) -> Accelerator:
-    """Devices, processes and precision.
-
-    Raises:
-        RecipeError: they cannot do what is asked.
-    """
-    accelerator, batch = accelerator_for(recipe), recipe.distill.batch_size
-    if batch % accelerator.num_processes:
-        shares = f"{accelerator.num_processes} processes cannot share evenly"
-        raise RecipeError(f"distill.batch_size is {batch}, which {shares}.")
-    if recipe.run.compile:
-        check_compiles(accelerator.device)
-    return accelerator
-
-
-def judge_of(prepared: Prepared, device: torch.device, ignore_labels: bool) -> Judge:
-    """The images, opened.
-
-    Raises:
-        DataError: a stage learns labels that they do not have.
-    """
-    recipe, cfg = prepared.recipe, prepared.spec.pretrained_cfg
-    judge = open_judge(
-        str(recipe.data.path),
-        prepared.data_config,
-        prepared.num_classes,
-        cfg.get("label_names"),
-        ignore_labels=ignore_labels,
-        batch_size=recipe.distill.batch_size,
-        workers=recipe.data.workers,
-        limit=recipe.data.eval_samples,
-        device=device,
-        seed=recipe.run.seed,
-        max_bad=recipe.data.max_bad,
-    )
-    learns = [name for name, stage in recipe.distill.stages.items() if stage.share and "labels" in stage.losses]
-    if recipe.distill.steps and learns and judge.class_map is None:
-        raise DataError(
-            f"{recipe.data.path} has no classes of the model, which the loss 'labels' of stage {learns[0]!r} learns.",
-            "Give labelled images of the model's classes, or leave the loss out.",
-        )
-    return judge
-
-
-def models_of(
-    source: nn.Module, prepared: Prepared, device: torch.device
-) -> tuple[nn.Module, nn.Module, dict[str, Tensor]]:
-    """Teacher, student before training, and what of the student is drawn anew; the source is not changed."""
-    recipe, plan = prepared.recipe, prepared.plan
-    teacher = apply_plan(source, plan.with_operator("softmax")).to(device).eval()
-    student = apply_plan(source, plan).to(device).eval()
-    drawn = drawn_weights(source, prepared.spec, plan, recipe.source, recipe.run.seed)
-    student.load_state_dict(drawn, strict=False)
-    return teacher, student, drawn

@@ -10,16 +10,19 @@ from typing import Any
 from timm.data import resolve_model_data_config
 
 from vit2linear import artifact, hybrid, model
+from vit2linear.class_map import ClassMap, read_class_map
 from vit2linear.distill.economies import check_economies
 from vit2linear.distill.stages import check_stages
 from vit2linear.evaluation import default_images
 from vit2linear.images import DEFAULT_NOTE
 from vit2linear.initial import copied_keys, start_words
+from vit2linear.licence import Licence, of_source
 from vit2linear.plan import Plan, make_plan, plan_notes
 from vit2linear.probe import Probe, probe
 from vit2linear.recipe import OPERATORS, Recipe, override
 from vit2linear.resolve import DEMO, layout_of, resolve
 from vit2linear.sources.base import ModelRef, ModelSpec
+from vit2linear.trackers import check_trackers
 
 CALIBRATION_IMAGES = 512
 """Read by the closed form where nothing is trained."""
@@ -33,10 +36,12 @@ class Prepared:
     """Effective: source, output and steps filled in."""
     ref: ModelRef
     spec: ModelSpec
+    licence: Licence
     plan: Plan
     probe: Probe
     parameters: int
     num_classes: int
+    class_map: ClassMap | None
     data_config: dict[str, Any]
     notes: tuple[str, ...]
 
@@ -59,10 +64,12 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
         Vit2LinearError: whatever is wrong with recipe, output folder, source or rules, cheapest check first.
     """
     recipe.check()
+    check_trackers(recipe.run.track)
     if recipe.output.dir is not None:
         artifact.check_output(Path(recipe.output.dir), overwrite)
     ref = resolve(recipe.source.model, recipe.source.revision, recipe.source.arch)
     spec = layout_of(ref).spec(ref)
+    licence = of_source(ref, spec.pretrained_cfg, recipe.output.license)
     if recipe.source.size is not None:
         spec = model.at_size(spec, recipe.source.size)
     skeleton = model.skeleton(spec)
@@ -70,7 +77,7 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
     copied = copied_keys(skeleton, plan, recipe.source)
     hybrid.check_keep(plan, recipe.keep_softmax)
     probed = probe(skeleton, plan)
-    notes = [*spec.notes, *plan_notes(plan)]
+    notes = [*spec.notes, *licence.notes, *plan_notes(plan)]
     if recipe.keep_softmax:
         n, k = len(plan.replaced), recipe.keep_softmax
         notes.append(f"the rules convert {n} sites; the {k} costliest, measured on images, keep the softmax")
@@ -83,6 +90,10 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
     if stages != recipe.distill:
         notes.append("the model has no class head: the loss 'logits' is left out")
         recipe = dataclasses.replace(recipe, distill=stages)
+    class_map = None
+    if recipe.data.class_map is not None:
+        labels = spec.pretrained_cfg.get("label_names")
+        class_map = read_class_map(recipe.data.class_map, labels, int(skeleton.num_classes))  # type: ignore[arg-type]
     if recipe.data.path is None and ref.name != DEMO:
         notes.append(DEFAULT_NOTE)
     steps = recipe.distill.steps if recipe.distill.steps is not None else 300 if ref.name == DEMO else 2000
@@ -96,11 +107,13 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
     )
     width = max(s.site.geometry.width for s in plan.sites)  # that of the last stage, where there are stages
     recipe = dataclasses.replace(recipe, distill=recipe.distill.at_width(width))
-    artifact.check_output(Path(str(recipe.output.dir)), overwrite)
+    reads = [path for path in (ref.folder, Path(str(recipe.data.path))) if path is not None and str(path) != DEMO]
+    artifact.check_output(Path(str(recipe.output.dir)), overwrite, reads)
     data_config = resolve_model_data_config(skeleton)
     data_config["input_size"] = model.input_size(skeleton)
     parameters = sum(p.numel() for p in skeleton.parameters())
-    return Prepared(recipe, ref, spec, plan, probed, parameters, int(skeleton.num_classes), data_config, tuple(notes))  # type: ignore[arg-type]
+    classes = int(skeleton.num_classes)  # type: ignore[arg-type]
+    return Prepared(recipe, ref, spec, licence, plan, probed, parameters, classes, class_map, data_config, tuple(notes))
 
 
 def _default_output(ref: ModelRef, plan: Plan) -> str:

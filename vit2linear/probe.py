@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit2linear.context import AttentionContext
+from vit2linear.errors import UnsupportedModelError, Vit2LinearError
 from vit2linear.operator import Operator
 from vit2linear.plan import Plan
 from vit2linear.site import sites_of
@@ -47,14 +48,24 @@ def probe(skeleton: nn.Module, plan: Plan) -> Probe:
     """Run the plan on a model on the meta device; the model is not changed.
 
     Raises:
+        UnsupportedModelError: the source itself does not take an image of the size that its config says.
         SurgeryError: an operator cannot do what a site asks of it, a grid that is not there for example.
     """
+    try:
+        before = count_flops(apply_plan(skeleton, plan.with_operator("softmax")).eval())
+    except Vit2LinearError:
+        raise
+    except Exception as error:  # from inside a model that a config describes: any kind is possible
+        raise UnsupportedModelError(
+            f"the {type(skeleton).__name__} that the config describes does not take its own images: "
+            f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}.",
+            "Check the sizes in config.json.",
+        ) from error
     student = apply_plan(skeleton, plan).eval()
     found: dict[str, SiteProbe] = {}
     for path, site in sites_of(student).items():
         site.op.register_forward_pre_hook(_recorder(found, path))
     flops = count_flops(student)
-    before = count_flops(apply_plan(skeleton, plan.with_operator("softmax")).eval())
     return Probe(found, flops, before)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from vit2linear.errors import RecipeError, Vit2LinearError
 from vit2linear.registry import Registry
-from vit2linear.strict import build, raise_all
+from vit2linear.strict import build, malformed, raise_all
 
 KEEP = "keep"
 """Reserved operator name in a rule: leave the site as it is."""
@@ -173,8 +173,18 @@ class DistillOptions:
 class DataOptions:
     """``[data]``: the images."""
 
-    path: str | None = None
-    """Folder or ``datasets`` id; default: the demo's images for ``demo``, otherwise ``timm/mini-imagenet``."""
+    path: str | tuple[str, ...] | None = None
+    """Folder, archive, tables, pattern of them, or ``datasets`` id, or an array of several, which are mixed; default:
+    the demo's images for ``demo``, otherwise ``timm/mini-imagenet``."""
+    split: str | None = None
+    """Split to learn from; default: ``train``, or all images."""
+    val_split: str | None = None
+    """Split to judge by; default: ``validation``, ``val`` or ``test``, or 5% of the images, held out."""
+    class_map: str | None = None
+    """JSON or TOML file with the model's index or label for each class of the images, or a text with a class a line in
+    the model's order."""
+    streaming: bool = True
+    """Read a set on the Hub while it is fetched; ``false`` fetches it whole first."""
     workers: int = 2
     """Loader processes."""
     eval_samples: int | None = None
@@ -191,7 +201,10 @@ class OutputOptions:
     dir: str | None = None
     """Folder to write; default ``<model>-<op>``."""
     license: str | None = None
-    """Licence of the source where it does not state one itself."""
+    """Licence of the source where it does not state one itself; another than it states is an error."""
+    bench: bool = True
+    """Measure the speed of both models when all is done, at the model's own size and, for a few seconds, at larger
+    ones."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +222,8 @@ class RunOptions:
     Stage ``attention`` never keeps more than one site."""
     compile: bool = False
     """torch.compile the sites and the MLPs of both models while a stage runs; not with losses that compare maps."""
+    track: tuple[str, ...] = ()
+    """Trackers that get what ``metrics.jsonl`` gets: ``tensorboard``, ``wandb`` and others that accelerate knows."""
     checkpoint_every: int | None = None
     """Steps between two checkpoints; default: as many as take about 10 minutes."""
 
@@ -237,7 +252,7 @@ class Recipe:
             problems.append(f"source.img_size: {list(sides)} is not a side, or height and width")
         ranges = [
             ("keep_softmax", self.keep_softmax, 0, None),
-            ("source.img_size", min(sides, default=0) if isinstance(sides, tuple) else sides, 1, None),
+            *(("source.img_size", side, 1, 16_384) for side in (sides if isinstance(sides, tuple) else [sides])),
             ("distill.steps", d.steps, 0, None),
             ("distill.batch_size", d.batch_size, 1, None),
             ("distill.grad_accum_steps", d.grad_accum_steps, 1, None),
@@ -265,6 +280,13 @@ class Recipe:
                 problems.append(f"{key}: {value} is out of range, must be {wanted}")
         if sum(stage.share for stage in d.stages.values()) <= 0:
             problems.append("distill: the shares of the stages are all 0")
+        paths = self.data.path if isinstance(self.data.path, tuple) else ()
+        if self.data.path in ("", ()) or "" in paths or len({*paths}) < len(paths):
+            problems.append(f"data.path: {self.data.path!r} names nothing, or a set twice")
+        if self.data.split is not None and self.data.split == self.data.val_split:
+            problems.append(
+                f"data.val_split: {self.data.split!r} is data.split as well; they are never the same images"
+            )
         if not self.convert:
             problems.append("convert: at least one rule is needed")
         for i, rule in enumerate(self.convert):
@@ -289,9 +311,13 @@ def read_recipe(path: str | Path) -> Recipe:
 def parse_recipe(text: str, where: str = "recipe") -> Recipe:
     """The recipe in a TOML text; every unknown key and wrong type is reported together."""
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        table = tomllib.loads(text.removeprefix("\ufeff"))  # the byte order mark of some editors
+    except ValueError as error:  # TOMLDecodeError, and numbers of more digits than Python reads
         raise RecipeError(f"{where}: not valid TOML: {error}.") from error
+    except RecursionError:
+        raise RecipeError(f"{where}: not valid TOML: nested without end.") from None
+    if (problem := malformed(table)) is not None:
+        raise RecipeError(f"{where}: {problem}.")
     return build(Recipe, table, Recipe(), where)
 
 

@@ -86,7 +86,7 @@ class Registry(Generic[T]):
         module_name, _, class_name = value.partition(":")
         try:
             found = getattr(importlib.import_module(module_name), class_name)
-        except (ModuleNotFoundError, AttributeError, ValueError) as error:
+        except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
             raise RecipeError(f"{self.kind} {value!r} cannot be found: {error}.", "Give module:Class.") from error
         if not (inspect.isclass(found) and issubclass(found, base)) or inspect.isabstract(found):
             raise RecipeError(f"{value!r} is not a complete {base.__module__}.{base.__name__}.")

@@ -6,6 +6,8 @@ it explicitly. Nothing but the config is fetched.
 
 from __future__ import annotations
 
+import os
+import stat
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,9 +18,12 @@ from vit2linear import hub
 from vit2linear.errors import SourceNotFoundError, UnsupportedModelError
 from vit2linear.registry import Registry
 from vit2linear.sources.base import Layout, ModelRef
+from vit2linear.strict import shown
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent / "demo"
+LONGEST = 4096
+"""Characters of a path."""
 LAYOUTS: Registry[Layout] = Registry("layout", "vit2linear.sources", "vit2linear.sources.base:Layout")
 
 
@@ -32,7 +37,8 @@ def resolve(name: str, revision: str | None = None, arch: str | None = None) -> 
         arch: timm's name of the architecture, with or without a tag, for weights that no config describes.
 
     Raises:
-        SourceNotFoundError, GatedSourceError, UnreachableHubError
+        SourceNotFoundError, GatedSourceError, UnreachableHubError: a path that is neither a folder nor a regular file
+            counts as not found.
     """
     found = _find(name, revision)
     if arch is None:
@@ -76,10 +82,12 @@ def layout_of(ref: ModelRef) -> Layout:
 
 
 def _find(name: str, revision: str | None) -> ModelRef:
+    if not name or len(name) > LONGEST:
+        raise SourceNotFoundError(f"{shown(name)} is no name of a model.", "Give owner/name, or the path of a folder.")
     if name == DEMO:
         return ModelRef(name, folder=DEMO_FOLDER)
     prefix, _, rest = name.partition(":")
-    if prefix == "local-dir" or (prefix != "hf-hub" and Path(name).exists()):
+    if prefix == "local-dir" or (prefix != "hf-hub" and os.path.lexists(name)):
         return _local(name, Path(rest if prefix == "local-dir" else name))
     repo = rest if prefix == "hf-hub" else name
     if prefix != "hf-hub" and "/" not in name:
@@ -89,11 +97,21 @@ def _find(name: str, revision: str | None) -> ModelRef:
 
 
 def _local(name: str, path: Path) -> ModelRef:
-    if path.is_file():
-        return ModelRef(name, folder=path.parent, weights_name=path.name)
-    if not path.is_dir():
-        raise SourceNotFoundError(f"there is no folder {str(path)!r}.", "Check the path.")
-    return ModelRef(name, folder=path)
+    try:
+        mode = path.stat().st_mode
+        allowed = os.access(path, os.R_OK | (os.X_OK if stat.S_ISDIR(mode) else 0))
+    except FileNotFoundError as error:
+        gone = "is a link to what is not there" if path.is_symlink() else "is not there"
+        raise SourceNotFoundError(f"there is no folder {str(path)!r}: it {gone}.", "Check the path.") from error
+    except OSError as error:
+        raise SourceNotFoundError(f"{str(path)!r} cannot be read: {error.strerror}.", "Check the path.") from error
+    if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+        raise SourceNotFoundError(
+            f"{str(path)!r} is a device, pipe or socket.", "Name a folder, or a regular file of weights."
+        )
+    if not allowed:
+        raise SourceNotFoundError(f"{str(path)!r} may not be read by this user.", "Check its permissions.")
+    return ModelRef(name, folder=path) if stat.S_ISDIR(mode) else ModelRef(name, path.parent, weights_name=path.name)
 
 
 def _registry(name: str) -> ModelRef:

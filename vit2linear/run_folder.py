@@ -9,57 +9,24 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from vit2linear import artifact
-from vit2linear.durable import free_words, written_aside
+from vit2linear.checkpoint import FORMAT, STATE, Checkpoint
+from vit2linear.durable import drop, space_words, written_aside
 from vit2linear.errors import ArtifactError
 
-STATE, LOCK = "state.json", "lock"
+LOCK = "lock"
 _REPLACED = "replaced"
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete checkpoint."""
-
-    folder: Path
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Moment and step."""
-        _, moment, step = self.folder.name.split("-")
-        return int(moment), int(step)
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """All that is no tensor."""
-        try:
-            state: dict[str, Any] = json.loads((self.folder / STATE).read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise self._broken(error) from error
-        return state
-
-    def tensors(self, device: str = "cpu") -> dict[str, dict[str, Tensor]]:
-        """By file and key."""
-        try:
-            return {path.stem: load_file(path, device) for path in sorted(self.folder.glob("*.safetensors"))}
-        except (OSError, SafetensorError) as error:
-            raise self._broken(error) from error
-
-    def _broken(self, error: Exception) -> ArtifactError:
-        return ArtifactError(
-            f"the checkpoint {str(self.folder)!r} cannot be read: {error}.", "Start anew with --overwrite."
-        )
 
 
 @dataclass(frozen=True)
@@ -86,13 +53,13 @@ class RunFolder:
             moment: of the conversion, counted from 0.
             step: of its stage; 0 where it has none.
             tensors: by file and key.
-            state: JSON.
+            state: JSON; with it goes what reading it back needs.
 
         Raises:
             ArtifactError: the disk refused; the checkpoint before is as it was.
         """
         folder = self.path / f"checkpoint-{moment}-{step}"
-        before = [p for p in self.path.glob("checkpoint-*") if p != folder]
+        before = [p for p in self.path.glob("checkpoint-*") if p != folder and p.suffix != ".part"]
         if folder.exists():
             return
         try:
@@ -100,15 +67,13 @@ class RunFolder:
                 for name, group in tensors.items():
                     whole = {k: v.detach().contiguous() for k, v in group.items()}
                     save_file(whole, aside / f"{name}.safetensors", metadata={"format": "pt"})
-                (aside / STATE).write_text(json.dumps(state) + "\n", "utf-8")
+                whole_state = {"format": FORMAT, "files": [*tensors], **state}
+                (aside / STATE).write_text(json.dumps(whole_state) + "\n", "utf-8")
         except (OSError, SafetensorError) as error:
-            size = sum(t.numel() * t.element_size() for group in tensors.values() for t in group.values())
-            raise ArtifactError(
-                f"cannot write a checkpoint of {size / 2**20:,.0f} MiB: {error}. {free_words(self.path)}.",
-                f"{self.words} Free space, then run the same command with --resume.",
-            ) from error
+            raise self._full("a checkpoint", _size(*tensors.values()), error) from error
         for old in before:
-            shutil.rmtree(old, ignore_errors=True)
+            with suppress(OSError):
+                drop(old)
 
     @property
     def words(self) -> str:
@@ -117,12 +82,24 @@ class RunFolder:
         return f"The last checkpoint is {str(last.folder)!r}." if last is not None else "There is no checkpoint yet."
 
     def log(self, line: dict[str, Any]) -> None:
-        """Append a line to the metrics."""
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        """Append a line to the metrics.
+
+        Raises:
+            ArtifactError: the disk refused.
+        """
+        text = json.dumps(line) + "\n"
+        try:
+            with self.metrics.open("a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise self._full(repr(str(self.metrics)), len(text), error) from error
 
     def forget_after(self, moment: int, step: int) -> None:
-        """Drop the metrics of steps that will be taken again."""
+        """Drop the metrics of steps that will be taken again.
+
+        Raises:
+            ArtifactError: the disk refused; the metrics are as they were.
+        """
         if not self.metrics.exists():
             return
         kept = []
@@ -133,14 +110,43 @@ class RunFolder:
                 break
             if (line["moment"], line["step"]) <= (moment, step):
                 kept.append(text + "\n")
-        self.metrics.write_text("".join(kept), "utf-8")
+        aside = self.metrics.with_suffix(".part")
+        try:
+            aside.write_text("".join(kept), "utf-8")
+            aside.replace(self.metrics)
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            raise self._full(repr(str(self.metrics)), sum(map(len, kept)), error) from error
 
     def put_back(self, output: Path) -> None:
         """Undo the first of the two renames of ``write``, if the second did not come."""
-        if (self.path / _REPLACED).exists() and not output.exists():
-            (self.path / _REPLACED).rename(output)
+        replaced = self.path / _REPLACED
+        if replaced.exists() and not output.exists():
+            replaced.rename(output)
+        shutil.rmtree(replaced, ignore_errors=True)  # the second did come
 
-    def write(self, output: Path, *contents: Any) -> artifact.Artifact:
+    def clear(self, resume: bool) -> None:
+        """Leave only the lock, or, to resume, all that is whole."""
+        for path in [*self.path.iterdir()]:
+            if path.name == LOCK or (resume and path.suffix != ".part"):
+                continue
+            if path.suffix != ".part" and path.is_dir():
+                drop(path)
+            elif path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def write(
+        self,
+        output: Path,
+        student: nn.Module,
+        data_config: dict[str, Any],
+        recipe: str,
+        report: dict[str, Any],
+        card: str,
+        others: Mapping[str, bytes],
+    ) -> artifact.Artifact:
         """``artifact.write`` in this folder, then in place of ``output``, whatever was there; this folder is done with.
 
         Raises:
@@ -149,19 +155,37 @@ class RunFolder:
         folder = self.path / "artifact"
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            artifact.write(folder, *contents)
-            if self.metrics.exists():
-                shutil.copy(self.metrics, folder / artifact.METRICS)
+            metrics = {artifact.METRICS: self.metrics.read_bytes()} if self.metrics.exists() else {}
+            artifact.write(folder, student, data_config, recipe, report, card, {**others, **metrics})
             if output.exists():
                 output.rename(self.path / _REPLACED)
             folder.rename(output)
         except OSError as error:
-            raise ArtifactError(
-                f"cannot write {str(output)!r}: {error}. {free_words(self.path)}.",
-                f"{self.words} Free space, then run the same command with --resume.",
-            ) from error
+            raise self._full(repr(str(output)), _size(student.state_dict()), error) from error
         shutil.rmtree(self.path, ignore_errors=True)
         return artifact.open_artifact(str(output))
+
+    def _full(self, what: str, size: int, error: Exception) -> ArtifactError:
+        return ArtifactError(
+            f"cannot write {what}: {error}. {space_words(size, self.path)}",
+            f"{self.words} Make room there, then run the same command with --resume.",
+        )
+
+
+def _size(*groups: dict[str, Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for group in groups for t in group.values())
+
+
+def clear_leftovers(output: Path) -> None:
+    """Remove what a run beside a finished ``output`` has left, unless another process is at it."""
+    run = RunFolder(_run_path(output))
+    if run.path.exists():
+        with suppress(Timeout, OSError), FileLock(run.path / LOCK, timeout=0):
+            shutil.rmtree(run.path, ignore_errors=True)
+
+
+def _run_path(output: Path) -> Path:
+    return output.with_name(f"{output.name}.run")
 
 
 @contextmanager
@@ -174,7 +198,7 @@ def open_run(output: Path, resume: bool, overwrite: bool) -> Iterator[RunFolder]
         ArtifactError: it cannot be made, another process is at it, or there is a checkpoint and neither ``resume`` nor
             ``overwrite`` says what becomes of it.
     """
-    run = RunFolder(output.with_name(f"{output.name}.run"))
+    run = RunFolder(_run_path(output))
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(run.path / LOCK, timeout=0)
@@ -194,12 +218,13 @@ def open_run(output: Path, resume: bool, overwrite: bool) -> Iterator[RunFolder]
                 f"{str(run.path)!r} holds a conversion that was interrupted.",
                 "Go on with --resume, or start anew with --overwrite.",
             )
-        for path in run.path.iterdir() if not resume else ():
-            if path.name != LOCK:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        try:
+            run.clear(resume)
+        except OSError as error:
+            raise ArtifactError(f"cannot empty {str(run.path)!r}: {error}.", "Choose another --output.") from error
         yield run
     finally:
         run.put_back(output)
-        lock.release()
         if run.path.exists() and run.checkpoint is None:
-            shutil.rmtree(run.path, ignore_errors=True)
+            shutil.rmtree(run.path, ignore_errors=True)  # before others may take it up
+        lock.release()

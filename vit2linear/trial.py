@@ -17,7 +17,7 @@ from vit2linear import model
 from vit2linear.distill.keeper import Keeper
 from vit2linear.interrupt import Interrupts
 from vit2linear.moments import Course, moments_of
-from vit2linear.pipeline import checked_accelerator, judge_of, models_of
+from vit2linear.opening import checked_accelerator, judge_of, models_of
 from vit2linear.prepare import Prepared
 from vit2linear.reporting import Reporter
 
@@ -72,7 +72,7 @@ def try_out(prepared: Prepared, ignore_labels: bool = False) -> Trial:
     interrupts = Interrupts()
     with interrupts.installed():
         accelerator = checked_accelerator(prepared.recipe)
-        judge = judge_of(prepared, accelerator.device, ignore_labels)
+        judge = judge_of(prepared, accelerator.device, ignore_labels, Reporter())
         set_seed(prepared.recipe.run.seed)
         teacher, student, _ = models_of(model.load(prepared.ref, prepared.spec).module, prepared, accelerator.device)
         course = Course(accelerator, interrupts, Reporter(), None)

@@ -36,9 +36,16 @@ def test_weights_alone_and_open_clip(user: User) -> None:
     user.hub.add_repo(TOWER, files)
     write_images(user.folder / "IMAGES", 6, seed=3)
 
-    for offline in ("0", "1"):
-        user.run(f"vit2linear convert {TOWER} --dry-run --data IMAGES", HF_HUB_OFFLINE=offline)
+    for offline in ("", "--offline"):
+        asked = len(user.hub.requests)
+        user.run(f"vit2linear convert {TOWER} --dry-run --data IMAGES {offline}")
         assert user.fetched(TOWER) == {"config.json", "open_clip_config.json"}, "a dry run fetches no weights"
-        user.run(f"vit2linear convert {WEIGHTS} --arch test_vit {SMALL} -o out{offline}", HF_HUB_OFFLINE=offline)
+        user.run(f"vit2linear convert {WEIGHTS} --arch test_vit {SMALL} -o out{offline} {offline}")
         report = json.loads((user.folder / f"out{offline}" / "report.json").read_text())
         assert report["source"]["repo"] == WEIGHTS and report["source"]["commit"] == user.hub.commit(WEIGHTS)
+    user.run(f"vit2linear inspect {WEIGHTS} --arch test_vit --offline")
+    user.run("vit2linear eval out --data IMAGES --workers 0 --device cpu --offline")
+    user.run("vit2linear push out me/out --dry-run --offline")
+    done = user.run(f"vit2linear convert {WEIGHTS} --arch test_vit -o other --data me/images --offline", code=3)
+    assert "not in the local cache, and HF_HUB_OFFLINE or --offline forbids" in done.stderr
+    assert len(user.hub.requests) == asked, "offline, nobody is asked"

@@ -50,9 +50,10 @@ def _show_plan(prepared: Prepared, estimate: tuple[Expected, ...], probe: bool) 
     for note in prepared.notes:
         err.print(note, markup=False)
     recipe = prepared.recipe
+    data = recipe.data.path if isinstance(recipe.data.path, str) else " and ".join(recipe.data.path or ())
     err.print(
         f"{prepared.parameters:,} parameters; {recipe.distill.steps} steps of {recipe.distill.batch_size} images from "
-        f"{recipe.data.path}; would write {prepared.output}." + ("" if probe else " Nothing was read or written."),
+        f"{data}; would write {prepared.output}." + ("" if probe else " Nothing was read or written."),
         markup=False,
     )
     for stage in estimate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -11,8 +12,22 @@ import typer
 from vit2linear.errors import RecipeError
 
 Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Images: folders, .tar, .zip, .parquet, a pattern of them, or a Hub data set OWNER/NAME; repeat it to mix."
+    ),
+]
+Split = Annotated[str | None, typer.Option("--split", help="Split of the images to learn from; default: train.")]
+ValSplit = Annotated[
+    str | None, typer.Option("--val-split", help="Split to judge by; default: validation or test, or 5% held out.")
+]
+ClassMap = Annotated[
     str | None,
-    typer.Option(help="Images: class folders, a flat folder, tables, or a Hub data set OWNER/NAME."),
+    typer.Option(metavar="FILE", help="JSON, TOML or text: which class of the model each class of the images is."),
+]
+Stream = Annotated[
+    bool | None,
+    typer.Option("--stream/--no-stream", help="Read a Hub data set while it is fetched, or fetch it first."),
 ]
 IgnoreLabels = Annotated[
     bool, typer.Option("--ignore-labels", help="Do not match the images' classes with the model's.")
@@ -30,11 +45,32 @@ Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or mps.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else there.")]
 
 
+def _go_offline(value: bool) -> bool:
+    # huggingface_hub and datasets read it when they are imported, which commands do in their bodies.
+    if value:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    return value
+
+
+Offline = Annotated[
+    bool,
+    typer.Option(
+        "--offline",
+        callback=_go_offline,
+        is_eager=True,
+        help="Ask no network: what is cached and local folders only, as with HF_HUB_OFFLINE=1.",
+    ),
+]
 Arch = Annotated[str | None, typer.Option(help="timm's name of the architecture, for weights without a config.")]
 ImgSize = Annotated[
     str | None,
     typer.Option("--img-size", help="Input in pixels: 384, or HEIGHTxWIDTH such as 512x768.", metavar="SIZE"),
 ]
+
+
+def one_or_many(paths: list[str] | None) -> str | list[str] | None:
+    """``--data`` as in a recipe: a string where it was given once."""
+    return paths[0] if paths and len(paths) == 1 else paths or None
 
 
 def key_value(text: str) -> tuple[str, Any]:

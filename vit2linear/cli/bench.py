@@ -51,6 +51,7 @@ def bench(
     memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peak memory.")] = True,
     plot: Annotated[Path | None, typer.Option(help="Write a picture, such as bench.png.")] = None,
     device: o.Device = None,
+    offline: o.Offline = False,
     json: o.Json = False,
 ) -> None:
     """Measure softmax, linear and attention-free models, interleaved, against the image size.

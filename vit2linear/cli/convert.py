@@ -45,6 +45,10 @@ def convert(
         ),
     ] = None,
     data: o.Data = None,
+    split: o.Split = None,
+    val_split: o.ValSplit = None,
+    class_map: o.ClassMap = None,
+    stream: o.Stream = None,
     distill_steps: Annotated[
         int | None, typer.Option(help="Optimiser steps of all stages together; 0 converts without training.")
     ] = None,
@@ -84,13 +88,20 @@ def convert(
     compile: Annotated[  # noqa: A002
         bool | None, typer.Option("--compile", help="torch.compile attention and MLPs while a stage runs.")
     ] = None,
+    track: Annotated[
+        list[str] | None, typer.Option(help="Send metrics to tensorboard, wandb, ...; may be repeated.")
+    ] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints; default: about every 10 minutes.")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint of the same, interrupted command.")
     ] = False,
+    bench: Annotated[
+        bool | None, typer.Option("--bench/--no-bench", help="Measure the speed of both models; takes a few seconds.")
+    ] = None,
     license: Annotated[str | None, typer.Option(help="Licence of the source, where it states none.")] = None,  # noqa: A002
+    offline: o.Offline = False,
     json: o.Json = False,
 ) -> None:
     """Convert a pretrained Softmax ViT: swap the attention, copy the rest, distil, evaluate, write."""
@@ -129,17 +140,23 @@ def convert(
             distill__steps=distill_steps,
             distill__calibration__images=calibrate,
             distill__batch_size=batch_size,
-            data__path=data,
+            data__path=o.one_or_many(data),
+            data__split=split,
+            data__val_split=val_split,
+            data__class_map=class_map,
+            data__streaming=stream,
             data__workers=workers,
             data__eval_samples=num_samples,
             data__max_bad=o.share(max_bad, "--max-bad") if max_bad is not None else None,
             output__dir=str(output) if output is not None else None,
             output__license=license,
+            output__bench=bench,
             run__seed=seed,
             run__device=device,
             run__mixed_precision=mixed_precision,
             run__grad_checkpointing=grad_checkpointing,
             run__compile=compile,
+            run__track=track or None,
             run__checkpoint_every=checkpoint_every,
             distill__grad_accum_steps=grad_accum_steps,
         ).check()

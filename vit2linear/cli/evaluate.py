@@ -21,6 +21,10 @@ def evaluate(
         ),
     ] = None,
     data: o.Data = None,
+    split: o.Split = None,
+    val_split: o.ValSplit = None,
+    class_map: o.ClassMap = None,
+    stream: o.Stream = None,
     teacher: Annotated[str | None, typer.Option(help="Where the source is, if its folder has moved.")] = None,
     img_size: o.ImgSize = None,
     batch_size: o.BatchSize = None,
@@ -29,6 +33,7 @@ def evaluate(
     max_bad: o.MaxBad = None,
     ignore_labels: o.IgnoreLabels = False,
     device: o.Device = None,
+    offline: o.Offline = False,
     json: o.Json = False,
 ) -> None:
     """Show teacher and student side by side: accuracy, agreement, speed, and each site's error."""
@@ -53,7 +58,11 @@ def evaluate(
         err.print(f"Evaluating {artifact.name}", markup=False)
         report = finished.evaluate(
             artifact,
-            data=data,
+            data=o.one_or_many(data),
+            split=split,
+            val_split=val_split,
+            class_map=class_map,
+            streaming=stream,
             teacher=teacher,
             ignore_labels=ignore_labels,
             batch_size=request.distill.batch_size,
@@ -69,6 +78,8 @@ def evaluate(
             return
         for table in _tables(artifact.name, report):
             out.print(table)
+        if report.difference is not None:
+            out.print(f"Top-1, student against teacher: {report.difference.words}.", markup=False)
 
 
 def _tables(name: str, report: EvalReport) -> list[object]:
@@ -80,6 +91,7 @@ def _tables(name: str, report: EvalReport) -> list[object]:
         ("top-5, %", "top5"),
         ("10-NN, %", "knn"),
         ("ridge probe, %", "probe"),
+        ("calibration error, %", "calibration_error"),
         ("images/s", "images_per_second"),
     ):
         a, b = getattr(report.teacher, key), getattr(report.student, key)
@@ -92,7 +104,11 @@ def _tables(name: str, report: EvalReport) -> list[object]:
     rows.append(["cosine of features", "", f"{report.feature_cosine:.4f}", ""])
     rows.append(["speed against teacher", "", f"{report.speedup:.2f}x", ""])
     errors = [[path, f"{error:.4f}"] for path, error in report.site_errors.items()]
-    return [
+    tables: list[object] = [
         table(f"{name} on {report.data}, {report.images:,} images", ["", "teacher", "student", ""], rows),
         table("Unexplained energy of attention outputs (0 equal, 1 as bad as zero)", ["site", "error"], errors),
     ]
+    if report.lost_classes:
+        lost = [[c.name, str(c.images), f"{c.teacher:.1f}", f"{c.student:.1f}"] for c in report.lost_classes]
+        tables.append(table("Classes that lost most, top-1 in %", ["class", "images", "teacher", "student"], lost))
+    return tables

@@ -21,6 +21,7 @@ def inspect(
     arch: o.Arch = None,
     img_size: o.ImgSize = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub source.")] = None,
+    offline: o.Offline = False,
     json: o.Json = False,
 ) -> None:
     """Show what a source is, its attention sites and what converting them would do; no weight is read."""
@@ -60,13 +61,14 @@ def _flags(found: Inspection) -> str:
 
 def _tables(found: Inspection) -> list[object]:
     from vit2linear.cli._output import sites_table, table
+    from vit2linear.licence import words
 
     after = "" if found.flops is None else f" -> {found.flops / 1e9:.2f} ({found.flops / found.flops_before:.2f}x)"
     rows = [
         ["layout", found.layout],
         ["architecture", found.architecture],
         ["commit", found.commit or ""],
-        ["licence", found.licence.get("license_name") or found.licence["license"]],
+        ["licence", words(found.licence)],
         ["parameters", f"{found.parameters:,}"],
         ["classes", str(found.num_classes) if found.num_classes else "none, a backbone"],
         ["input", "x".join(map(str, found.input_size))],

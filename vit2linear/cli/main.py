@@ -10,6 +10,7 @@ from vit2linear import __version__
 from vit2linear.cli.bench import bench
 from vit2linear.cli.convert import convert
 from vit2linear.cli.evaluate import evaluate
+from vit2linear.cli.export import export
 from vit2linear.cli.inspect import inspect
 from vit2linear.cli.ops import ops
 from vit2linear.cli.push import push
@@ -45,6 +46,7 @@ def _root(
 app.command()(convert)
 app.command("eval")(evaluate)
 app.command()(push)
+app.command()(export)
 app.command()(inspect)
 app.command()(bench)
 app.command()(ops)

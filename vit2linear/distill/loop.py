@@ -110,7 +110,8 @@ def run_stage(
         while (batch := stage.wait(batches)) is not None:
             stage.step(batch, keeper)
             stop = keeper.stop_wanted()
-            if stop or keeper.due(stage.done.step):
+            # While steps are skipped, the checkpoint before them is the better one.
+            if stop or (keeper.due(stage.done.step) and not stage.done.watch.in_a_row):
                 keeper.save(stage.saved())
                 kept = stage.done.step
             if stop:
@@ -204,7 +205,7 @@ class _Stage:
             if (warning := done.watch.see(value)) is not None:
                 self.reporter.say(f"stage {self.name}, step {step}: {warning}")
         self.optimizer.zero_grad()
-        done.step, self.settled = step, True
+        done.step = step
         done.seconds += time.perf_counter() - start
         self._tell(value, norm, pixels.shape[0] * self.accelerator.num_processes, keeper)
 
@@ -234,6 +235,7 @@ class _Stage:
         rate = self.fresh_images / (time.perf_counter() - self.started)
         if loss < float("inf") and (step in (1, steps) or step % max(1, steps // CURVE) == 0):
             self.done.curve.append((step, loss))
+        self.settled = True
         if step in (1, steps) or step % max(1, steps // LOGGED) == 0:
             lr = float(self.schedule.get_last_lr()[0])
             shown: dict[str, float] = {"loss": loss, "gradient_norm": norm, "lr": lr, "images_per_second": rate}
@@ -254,7 +256,7 @@ class _Stage:
     def saved(self) -> Saved:
         """The state between two steps."""
         if not self._finite():
-            raise DistillError(f"{self._where(self.done.step)}: weights are no longer finite.")
+            raise NotFiniteError(f"{self._where(self.done.step)}: weights are no longer finite.", self.task.remedy)
         tensors = {"student": self.student.state_dict(), "optimiser": optimiser_tensors(self.adamw)}
         if self.ema is not None:
             tensors["average"] = self.ema.module.state_dict()

@@ -73,7 +73,8 @@ class KernelOperator(Operator):
         with no_autocast(v.device):
             phi_q, phi_k = self.features(q.to(wide), k.to(wide), ctx)
             parts = self.split(v.to(wide))
-            if self.prefers_quadratic(phi_q, phi_k, parts):
+            # An exported graph holds one order for every size, and whoever exports it wants no map of pairs in it.
+            if not torch.compiler.is_exporting() and self.prefers_quadratic(phi_q, phi_k, parts):
                 heads = self.quadratic_order(phi_q, phi_k, parts, ctx.key_mask)
             else:
                 scratch = phi_q if _may_overwrite(phi_q, q, k, v) else None
@@ -221,7 +222,8 @@ def _may_overwrite(features: Tensor, *inputs: Tensor) -> bool:
 
     A fresh tensor of this size costs more (page faults) than filling it.
     """
-    if features.requires_grad or torch.compiler.is_compiling() or features.device.type == "meta":
+    wanted = any(x.requires_grad for x in (features, *inputs))  # the values' gradient needs them, too
+    if wanted or torch.compiler.is_compiling() or features.device.type == "meta":
         return False
     memory = features.untyped_storage().data_ptr()
     return all(memory != x.untyped_storage().data_ptr() for x in inputs)

@@ -94,11 +94,22 @@ class DynamicKernels(nn.Module):
         prefix, mask = ctx.num_prefix, ctx.key_mask
         wide = ctx.x.to(torch.promote_types(ctx.x.dtype, torch.float32))
         mean = token_mean(wide, None if mask is None else mask[..., None]).to(ctx.x.dtype)
-        kernels = self.kernels(mean.transpose(1, 2)).reshape(-1, 1, 3, 3)
+        kernels = self.kernels(mean.transpose(1, 2)).to(v.dtype)
         if mask is not None:
             v = torch.where(mask[:, None, :, None], v, 0.0)
-        # One channel of one image is one group, because every image has kernels of its own.
-        patches = v[:, :, prefix:].transpose(2, 3).flatten(0, 2).unflatten(1, ctx.patch_grid())
-        local = F.conv2d(patches[None], kernels.to(v.dtype), padding=1, groups=len(patches))
-        local = local.flatten(2).unflatten(1, v.shape[:2] + v.shape[3:])[0].transpose(2, 3)
+        patches = v[:, :, prefix:].transpose(2, 3).flatten(1, 2).unflatten(2, ctx.patch_grid())
+        local = _convolved(patches, kernels.unflatten(1, (-1, 9)).squeeze(3))
+        local = local.unflatten(1, v.shape[1::2]).transpose(2, 3)
         return torch.cat([heads[:, :, :prefix], heads[:, :, prefix:] + local], dim=2)
+
+
+def _convolved(
+    patches: Float[Tensor, "batch channels rows columns"], kernels: Float[Tensor, "batch channels 9"]
+) -> Float[Tensor, "batch channels patches"]:
+    """Every channel of every image convolved with the 3 x 3 kernel of its own, zeros beyond the edge."""
+    if torch.compiler.is_exporting():  # groups that grow with the batch cannot be told to an exported graph
+        windows: Tensor = F.unfold(patches, 3, padding=1).unflatten(1, (-1, 9))
+        return (kernels.unsqueeze(-1) * windows).sum(2)
+    groups = patches.flatten(0, 1)
+    local: Tensor = F.conv2d(groups[None], kernels.reshape(-1, 1, 3, 3), padding=1, groups=len(groups))[0]
+    return local.view(*patches.shape[:2], -1)

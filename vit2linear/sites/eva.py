@@ -24,5 +24,9 @@ class EvaSite(RotarySite):
         """One projection, or three."""
         if site.qkv is None:
             return site.q_proj(x), site.k_proj(x), site.v_proj(x)
-        bias = None if site.q_bias is None else torch.cat((site.q_bias, site.k_bias, site.v_bias))
-        return F.linear(x, site.qkv.weight, bias).chunk(3, -1)
+        if site.q_bias is None:
+            parts: tuple[Tensor, ...] = site.qkv(x).chunk(3, -1)  # called: an adapter may be wrapped around it
+            return parts
+        bias = torch.cat((site.q_bias, site.k_bias, site.v_bias))
+        qkv: Tensor = site.qkv(x) + bias if site.qkv_bias_separate else F.linear(x, site.qkv.weight, bias)
+        return qkv.chunk(3, -1)

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from vit2linear.errors import UnsupportedModelError
+from vit2linear.sources._description import check_kinds
 
 _RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
 _HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
@@ -35,6 +36,16 @@ _PROCESSORS: dict[str, dict[str, Any]] = {
 _SHORTEST = ("Bit", "CLIP", "ChineseCLIP", "ConvNext")
 """Processors for which a bare number is the shorter side."""
 
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_center_crop", "do_pad"), True),
+    "image_mean": [0.5],
+    "image_std": [0.5],
+    **dict.fromkeys(("size", "crop_size"), (224, [224], {})),
+    **dict.fromkeys(("rescale_factor", "crop_pct"), 0.5),
+    **dict.fromkeys(("resample", "max_num_patches", "patch_size"), 1),
+}
+"""Kinds of values, by examples."""
+
 Size = tuple[int, int]
 
 
@@ -62,13 +73,19 @@ def data_config(
         name = stated.get("image_processor_type") or stated.get("feature_extractor_type")
         note = f"preprocessing from preprocessor_config.json ({name or 'unnamed processor'})"
     kind = _kind(stated, default)
+    check_kinds("preprocessor_config.json", stated, _KINDS)
     options = {**_PROCESSORS[kind], **{k: v for k, v in stated.items() if v is not None}}
+    if options["resample"] not in _RESAMPLE:
+        raise UnsupportedModelError(
+            f"preprocessor_config.json has resample = {options['resample']}.",
+            f"Supported: {', '.join(f'{number} ({name})' for number, name in _RESAMPLE.items())}.",
+        )
     _refuse_other_ranges(options)
     crop, resize, mode = _sizes(options, kind)
     normalize = options.get("do_normalize", True)
     cfg = {
         "input_size": (channels, *crop),
-        "interpolation": _RESAMPLE[int(options["resample"])],
+        "interpolation": _RESAMPLE[options["resample"]],
         "crop_pct": _crop_pct(crop, resize),
         "crop_mode": mode,
         "mean": tuple(options["image_mean"]) if normalize else (0.0,) * channels,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
+import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from timm.models import clean_state_dict, load_state_dict
 from torch import Tensor
 
@@ -22,6 +21,9 @@ _WRAPPERS = ("model", "state_dict", "module", "model_state", "encoder")
 """Names under which training checkpoints keep the weights; the last is I-JEPA's."""
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+_BUFFERS = (torch.int64, torch.int32, torch.bool)
+"""Types of indices and masks."""
 
 
 def read(name: str, paths: Sequence[Path]) -> dict[str, Tensor]:
@@ -36,7 +38,7 @@ def read(name: str, paths: Sequence[Path]) -> dict[str, Tensor]:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "'torch.load' received a zip file")  # and the error says it again
                 weights |= _unwrapped(load_state_dict(str(path), weights_only=True))
-        except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, KeyError, AttributeError) as error:
+        except Exception as error:  # of a parser on a stranger's bytes: any kind is possible
             raise _unreadable(name, path, error) from error
     if not weights:
         raise WeightsError(f"the files of {name!r} hold no weights.")
@@ -48,26 +50,34 @@ def _unwrapped(stored: Any) -> dict[str, Tensor]:
     inner = next((stored[key] for key in _WRAPPERS if isinstance(stored.get(key), dict)), None)
     if inner is not None:
         return _unwrapped(clean_state_dict(inner))
-    return {key: value for key, value in stored.items() if isinstance(value, Tensor)}
+    return {key: value for key, value in stored.items() if isinstance(key, str) and isinstance(value, Tensor)}
 
 
 def in_float32(name: str, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
     """The weights in float32, and the type that most of them had.
 
     Raises:
-        WeightsError: a type that numbers cannot be read from by themselves, such as float8 with scales elsewhere.
+        WeightsError: a type that numbers cannot be read from by themselves, such as float8 with scales elsewhere, or
+            a tensor that is not simply its numbers.
     """
     sizes: dict[torch.dtype, int] = {}
     converted = {}
     for key, value in weights.items():
         converted[key] = value
+        if value.layout != torch.strided or value.device.type != "cpu" or _repeats(value):
+            raise WeightsError(f"{key!r} of {name!r} is no plain tensor.", "Save the weights as safetensors.")
+        if value.dtype not in (*_FLOATS, *_BUFFERS):
+            raise WeightsError(f"{key!r} of {name!r} is {value.dtype}.", "Quantised weights are not supported.")
         if value.is_floating_point():
-            if value.dtype not in _FLOATS:
-                raise WeightsError(f"{key!r} of {name!r} is {value.dtype}.", "Quantised weights are not supported.")
             converted[key] = value.float()
             sizes[value.dtype] = sizes.get(value.dtype, 0) + value.numel()
     most = max(sizes, key=sizes.__getitem__, default=torch.float32)
     return converted, str(most).removeprefix("torch.")
+
+
+def _repeats(value: Tensor) -> bool:
+    """A view of less memory than its shape says, which a pickle of a few bytes can blow up without limit."""
+    return value.numel() * value.element_size() > value.untyped_storage().nbytes()
 
 
 def _unreadable(name: str, path: Path, error: Exception) -> WeightsError:
@@ -77,15 +87,19 @@ def _unreadable(name: str, path: Path, error: Exception) -> WeightsError:
             f"{path.name} of {name!r} is a TorchScript archive, which holds a program.",
             "Where you trust it, save torch.jit.load(FILE).state_dict() as safetensors.",
         )
-    if "weights_only" in message or isinstance(error, pickle.UnpicklingError):
+    if re.search(r"allowlisted|Unsupported (global|class)|GLOBAL", message):
         try:
-            found = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-        except Exception:  # not a checkpoint at all
+            found = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+        except Exception:  # the format of long ago, which that function does not read
             found = []
-        if found:
-            return WeightsError(
-                f"{path.name} of {name!r} holds Python objects besides weights ({', '.join(sorted(found))}); "
-                "they could run code and are not loaded.",
-                "Where you trust it, save its state dict as safetensors.",
-            )
-    return WeightsError(f"{path.name} of {name!r} cannot be read: {(message.splitlines() or ['empty'])[0]}.")
+        objects = f" ({', '.join(found)})" if found else ""
+        return WeightsError(
+            f"{path.name} of {name!r} holds Python objects besides weights{objects}; they could run code and are not "
+            "loaded.",
+            "Where you trust it, save its state dict as safetensors.",
+        )
+    said = (message.splitlines() or ["empty"])[0].rstrip(".") or type(error).__name__
+    return WeightsError(
+        f"{path.name} of {name!r} cannot be read: {said[:300]}.",
+        f"Download it again; files of these kinds hold weights: {', '.join(SUFFIXES)}.",
+    )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from vit2linear import hub
-from vit2linear.errors import SourceNotFoundError, UnsupportedModelError
+from vit2linear.errors import SourceError, SourceNotFoundError, UnsupportedModelError
+from vit2linear.jsonfile import read_object
+from vit2linear.sources._description import check_description, understanding
 from vit2linear.sources._weights import SUFFIXES, read
+from vit2linear.strict import shown
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetensors", "open_clip_pytorch_model.bin")
 """Names under which weights are looked for, in this order."""
@@ -44,15 +46,7 @@ class ModelRef:
     def json(self, filename: str) -> dict[str, Any] | None:
         """A JSON file of the source, or ``None`` if it has none."""
         path = self.file(filename)
-        if path is None:
-            return None
-        try:
-            value = json.loads(path.read_text("utf-8"))
-        except (ValueError, OSError) as error:
-            raise UnsupportedModelError(f"{filename} of {self.name!r} is not JSON: {error}.") from error
-        if not isinstance(value, dict):
-            raise UnsupportedModelError(f"{filename} of {self.name!r} is not a JSON object.")
-        return value
+        return None if path is None else read_object(path, f"{filename} of {self.name!r}", UnsupportedModelError)
 
     def weights_files(self) -> list[Path]:
         """Where the weights are: one file, or the shards that an index lists.
@@ -66,7 +60,7 @@ class ModelRef:
                 return [path]
             index = self.json(f"{filename}.index.json")
             if index is not None:
-                return [self._shard(shard) for shard in sorted(set(index.get("weight_map", {}).values()))]
+                return self._shards(f"{filename}.index.json", index.get("weight_map", {}))
         others = [name for name in self.filenames if name.endswith(SUFFIXES)]
         if len(others) == 1 and (path := self.file(others[0])) is not None:
             return [path]
@@ -99,11 +93,21 @@ class ModelRef:
                 hashlib.file_digest(file, lambda: digest)
         return {**record, "weights_sha256": digest.hexdigest()}
 
-    def _shard(self, filename: str) -> Path:
-        path = self.file(filename)
-        if path is None:
-            raise SourceNotFoundError(f"{self.name!r} lacks {filename}, which its index lists.", "Download it again.")
-        return path
+    def _shards(self, index: str, weight_map: Any) -> list[Path]:
+        """The files that an index lists; they lie beside it, so a name that leads elsewhere is refused."""
+        names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else {str(weight_map)}
+        found = []
+        for name in sorted(names):
+            if name != PurePosixPath(name).name or "\\" in name or not name.endswith(SUFFIXES):
+                raise SourceError(
+                    f"{index} of {self.name!r} lists {shown(name)}, which is no file of weights beside it.",
+                    f"Names without a folder that end in {' or '.join(SUFFIXES)} are read; download it again.",
+                )
+            path = self.file(name)
+            if path is None:
+                raise SourceNotFoundError(f"{self.name!r} lacks {name}, which its index lists.", "Download it again.")
+            found.append(path)
+        return found
 
 
 @dataclass(frozen=True)
@@ -132,13 +136,21 @@ class Layout(ABC):
     def matches(self, config: dict[str, Any]) -> bool:
         """Whether ``config_file`` is of this layout."""
 
-    @abstractmethod
     def spec(self, ref: ModelRef) -> ModelSpec:
         """Read the configuration; no weight file is opened.
 
         Raises:
-            UnsupportedModelError: the configuration is of this layout, but of a model that is not supported.
+            UnsupportedModelError: the configuration is of this layout, but of a model that is not supported, or it says
+                what no model has.
         """
+        with understanding(f"the description of {ref.name!r}"):
+            spec = self.describe(ref)
+            check_description(ref.name, spec.model_args, spec.pretrained_cfg)
+        return spec
+
+    @abstractmethod
+    def describe(self, ref: ModelRef) -> ModelSpec:
+        """What ``spec`` checks and returns."""
 
     @abstractmethod
     def state_dict(self, ref: ModelRef) -> dict[str, Tensor]:

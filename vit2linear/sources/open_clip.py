@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vit2linear.errors import UnsupportedModelError
+from vit2linear.sources._description import check_kinds
 from vit2linear.sources.base import Layout, ModelRef, ModelSpec
 
 _PLAIN = {
@@ -25,6 +26,18 @@ _PLAIN = {
 }
 """Options of OpenCLIP's own tower that timm's CLIP has no counterpart for, at the values that it has."""
 
+_VISION: dict[str, Any] = {
+    "image_size": (224, [224]),
+    "patch_size": 16,
+    "width": 768,
+    "layers": (12, [12]),
+    "head_width": 64,
+    "mlp_ratio": 4.0,
+    "norm_kwargs": {},
+    "timm_model_name": "",
+}
+"""Kinds of values, by examples."""
+
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _TRUNK = "visual.trunk."
 
@@ -38,10 +51,14 @@ class OpenClipLayout(Layout):
         """OpenCLIP writes ``model_cfg`` and ``preprocess_cfg``."""
         return "model_cfg" in config
 
-    def spec(self, ref: ModelRef) -> ModelSpec:
+    def describe(self, ref: ModelRef) -> ModelSpec:
         """The projection into the space shared with text is the last layer, as in timm's CLIP models."""
         config = ref.json(self.config_file) or {}
-        model, vision = config["model_cfg"], config["model_cfg"].get("vision_cfg", {})
+        what = f"{self.config_file} of {ref.name!r}"
+        check_kinds(what, config, {"model_cfg": {}, "preprocess_cfg": {}})
+        check_kinds(what, config["model_cfg"], {"embed_dim": 512, "vision_cfg": {}})
+        model, vision = config["model_cfg"], config["model_cfg"].get("vision_cfg") or {}
+        check_kinds(what, vision, _VISION)
         size = vision.get("image_size", 224)
         size = [size, size] if isinstance(size, int) else list(size)
         width = int(model["embed_dim"])
@@ -50,7 +67,7 @@ class OpenClipLayout(Layout):
         else:
             architecture, args, classes = _own_tower(ref.name, model, vision, width)
         cfg = {
-            **_preprocessing(ref.name, config.get("preprocess_cfg", {})),
+            **_preprocessing(ref.name, config.get("preprocess_cfg") or {}),
             "input_size": (3, *size),
             "architecture": architecture,
             "num_classes": classes,

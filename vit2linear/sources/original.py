@@ -17,7 +17,7 @@ class OriginalLayout(Layout):
         """Never: only the user can say which architecture it is."""
         return False
 
-    def spec(self, ref: ModelRef) -> ModelSpec:
+    def describe(self, ref: ModelRef) -> ModelSpec:
         """What timm's registry says about the architecture; classes are counted in a local file."""
         assert ref.arch is not None
         cfg = timm.get_pretrained_cfg(ref.arch).to_dict(remove_source=True)

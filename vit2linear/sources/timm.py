@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vit2linear.errors import UnsupportedModelError
 from vit2linear.sources.base import Layout, ModelRef, ModelSpec
+from vit2linear.strict import shown
 
 
 class TimmLayout(Layout):
@@ -19,23 +20,20 @@ class TimmLayout(Layout):
         """timm writes ``architecture`` and ``pretrained_cfg``; old files only the former."""
         return "architecture" in config
 
-    def spec(self, ref: ModelRef) -> ModelSpec:
+    def describe(self, ref: ModelRef) -> ModelSpec:
         """From the registry for a registry name, otherwise from ``config.json``."""
         if ref.registry_name is not None:
             cfg = timm.get_pretrained_cfg(ref.registry_name).to_dict(remove_source=True)
             return ModelSpec(ref.registry_name.split(".")[0], {}, cfg)
-        path = ref.file("config.json")
-        assert path is not None
-        ref.json("config.json")
-        cfg, architecture, args = timm.models._hub.load_model_config_from_path(path.parent)
+        cfg, architecture, args = timm.models._hub._parse_model_cfg(ref.json("config.json") or {}, {})
         cfg = {k: v for k, v in cfg.items() if k not in ("file", "source", "hf_hub_id", "hf_hub_filename", "url")}
         if architecture == "vit2linear":
             raise UnsupportedModelError(
                 f"{ref.name!r} is already converted by vit2linear.", "Convert the softmax model that it came from."
             )
-        if not timm.is_model(architecture):
+        if not timm.is_model(str(architecture)):
             raise UnsupportedModelError(
-                f"{ref.name!r} is a {architecture!r}, which timm {timm.__version__} does not know.",
+                f"{ref.name!r} is a {shown(architecture)}, which timm {timm.__version__} does not know.",
                 "Upgrade timm, or check 'architecture' in config.json.",
             )
         return ModelSpec(architecture, dict(args), {**cfg, "architecture": architecture})

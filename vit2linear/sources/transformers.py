@@ -23,7 +23,7 @@ class TransformersLayout(Layout):
         """transformers writes ``model_type``."""
         return "model_type" in config
 
-    def spec(self, ref: ModelRef) -> ModelSpec:
+    def describe(self, ref: ModelRef) -> ModelSpec:
         """timm architecture and arguments; the input size is what the processor says."""
         family = _family(ref)
         stated = ref.json("preprocessor_config.json") or (ref.json("processor_config.json") or {}).get(

@@ -8,6 +8,7 @@ from typing import Any
 
 from vit2linear.errors import UnsupportedModelError
 from vit2linear.sources._transformers.family import Family
+from vit2linear.strict import shown
 
 
 def model_types() -> dict[str, type[Family]]:
@@ -30,9 +31,9 @@ def family_of(name: str, config: dict[str, Any]) -> Family:
         UnsupportedModelError: no family knows its model type, or its family cannot read this variant.
     """
     known, model_type = model_types(), config.get("model_type")
-    if model_type not in known:
+    if not isinstance(model_type, str) or model_type not in known:
         raise UnsupportedModelError(
-            f"{name!r} is a {model_type!r} model in the transformers layout.",
+            f"{name!r} is a {shown(model_type)} model in the transformers layout.",
             f"Supported model types: {', '.join(known)}; any timm checkpoint works as well.",
         )
     return known[model_type](name, config)

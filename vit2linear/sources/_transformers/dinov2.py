@@ -21,7 +21,7 @@ class Dinov2(PlainViT):
     }
     defaults: ClassVar[dict[str, Any]] = {
         **COMMON,
-        "mlp_ratio": 4,
+        "mlp_ratio": 4.0,
         "layer_norm_eps": 1e-6,
         "use_swiglu_ffn": False,
         "patch_size": 14,

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from vit2linear.errors import UnsupportedModelError
+from vit2linear.sources._description import check_kinds
 from vit2linear.sources._transformers import _keys
 
 ACTIVATIONS = {
@@ -33,6 +34,15 @@ COMMON: dict[str, Any] = {
     "num_channels": 3,
     "qkv_bias": True,
 }
+_SIDES: dict[str, Any] = dict.fromkeys(("image_size", "patch_size"), (224, [224]))
+_TOP: dict[str, Any] = {
+    "vision_config": {},
+    "architectures": [""],
+    "num_labels": 2,
+    "id2label": {},
+    "projection_dim": 512,
+}
+"""Kinds of values that the defaults do not tell."""
 IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 
 
@@ -59,7 +69,9 @@ class Family(ABC):
         self.name = name
         self.top = config
         self.model_type = str(config["model_type"])
+        check_kinds(f"config.json of {name!r}", config, _TOP)
         vision = config.get("vision_config") or config
+        check_kinds(f"config.json of {name!r}", vision, {**self.defaults, **_SIDES})
         stated = {k: v for k, v in vision.items() if v is not None}
         self.values = {**self.defaults, **self.model_types[self.model_type], **stated}
 

@@ -1,0 +1,1 @@
+"""The model card, written from the record of a conversion."""
