@@ -24,6 +24,7 @@ LAYERS = [
     {"plan"},
     {"surgery", "model", "probe", "mimetic"},
     {"initial", "images", "classes", "class_map", "views", "bad_images", "samples", "data", "audit", "devices"},
+    {"trackers"},
     {"distill"},
     {"calibration", "headless", "significance", "routing"},
     {"catalogue", "compare", "evaluation", "bench", "training_cost", "hybrid"},

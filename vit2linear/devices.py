@@ -26,7 +26,13 @@ def accelerator_for(recipe: Recipe) -> Accelerator:
         raise RecipeError("run.mixed_precision is 'fp16', which needs a CUDA GPU.", "Use --mixed-precision bf16 or no.")
     if precision == "auto":
         precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "no"
-    return Accelerator(cpu=device == "cpu", mixed_precision=precision, kwargs_handlers=[PATIENCE])
+    return Accelerator(
+        cpu=device == "cpu",
+        mixed_precision=precision,
+        kwargs_handlers=[PATIENCE],
+        log_with=[*recipe.run.track] or None,
+        project_dir=None if recipe.output.dir is None else f"{recipe.output.dir}-logs",
+    )
 
 
 def device_of(name: str) -> torch.device:

@@ -162,7 +162,8 @@ class Course:
                 calibrate(teacher, student, pixels, options.calibration, self.reporter)
             )
         elif moment.stage is not None:
-            keeper = _Keeper(self, i, moment.stage, journal, prepared.recipe.run.checkpoint_every)
+            before = sum(m.steps for m in moments_of(options)[:i])
+            keeper = _Keeper(self, i, moment.stage, journal, prepared.recipe.run.checkpoint_every, before)
             if begun is not None and i == begun.moment and begun.stage.step:
                 keeper.resumed, keeper.last_step = begun.stage, begun.stage.step
             with self.interrupts.deferred():
@@ -203,8 +204,11 @@ class Course:
 class _Keeper(Keeper):
     """Writes checkpoints and metrics of a stage, in the main process, and asks for signals, in all."""
 
-    def __init__(self, course: Course, moment: int, stage: str, journal: Journal, every: int | None) -> None:
+    def __init__(
+        self, course: Course, moment: int, stage: str, journal: Journal, every: int | None, before: int
+    ) -> None:
         self.course, self.moment, self.stage, self.journal, self.every = course, moment, stage, journal, every
+        self.before = before
         self.last, self.last_step = time.monotonic(), 0
 
     def due(self, step: int) -> bool:
@@ -224,6 +228,8 @@ class _Keeper(Keeper):
         if self.course.run is not None:
             finite = {k: v if abs(v) < float("inf") else None for k, v in values.items()}
             self.course.run.log({"moment": self.moment, "stage": self.stage, "step": step, **finite})
+            named = {f"{self.stage}/{k}": v for k, v in finite.items() if v is not None}
+            self.course.accelerator.log(named, step=self.before + step)
 
     def stop_wanted(self) -> bool:
         accelerator, wanted = self.course.accelerator, self.course.interrupts.wanted

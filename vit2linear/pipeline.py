@@ -25,6 +25,7 @@ from vit2linear.recipe import Recipe, parse_recipe, to_toml
 from vit2linear.record import record_of, shown, timed
 from vit2linear.reporting import Reporter
 from vit2linear.run_folder import RunFolder, clear_leftovers, open_run
+from vit2linear.trackers import start_trackers
 
 
 def convert(
@@ -102,6 +103,7 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
     source = loaded.module.state_dict()
     teacher, student, drawn = models_of(loaded.module, prepared, accelerator.device)
     moments = moments_of(recipe.distill)
+    start_trackers(accelerator, settings)
     report = course.walk(moments, teacher, student, prepared, judge, journal, begun)
     for found in gather_object([judge.bad.found]):
         judge.bad.found.update(found)

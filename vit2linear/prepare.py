@@ -22,6 +22,7 @@ from vit2linear.probe import Probe, probe
 from vit2linear.recipe import OPERATORS, Recipe, override
 from vit2linear.resolve import DEMO, layout_of, resolve
 from vit2linear.sources.base import ModelRef, ModelSpec
+from vit2linear.trackers import check_trackers
 
 CALIBRATION_IMAGES = 512
 """Read by the closed form where nothing is trained."""
@@ -63,6 +64,7 @@ def prepare(recipe: Recipe, overwrite: bool = False) -> Prepared:
         Vit2LinearError: whatever is wrong with recipe, output folder, source or rules, cheapest check first.
     """
     recipe.check()
+    check_trackers(recipe.run.track)
     if recipe.output.dir is not None:
         artifact.check_output(Path(recipe.output.dir), overwrite)
     ref = resolve(recipe.source.model, recipe.source.revision, recipe.source.arch)

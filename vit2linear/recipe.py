@@ -222,6 +222,8 @@ class RunOptions:
     Stage ``attention`` never keeps more than one site."""
     compile: bool = False
     """torch.compile the sites and the MLPs of both models while a stage runs; not with losses that compare maps."""
+    track: tuple[str, ...] = ()
+    """Trackers that get what ``metrics.jsonl`` gets: ``tensorboard``, ``wandb`` and others that accelerate knows."""
     checkpoint_every: int | None = None
     """Steps between two checkpoints; default: as many as take about 10 minutes."""
 

@@ -88,6 +88,9 @@ def convert(
     compile: Annotated[  # noqa: A002
         bool | None, typer.Option("--compile", help="torch.compile attention and MLPs while a stage runs.")
     ] = None,
+    track: Annotated[
+        list[str] | None, typer.Option(help="Send metrics to tensorboard, wandb, ...; may be repeated.")
+    ] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints; default: about every 10 minutes.")
     ] = None,
@@ -153,6 +156,7 @@ def convert(
             run__mixed_precision=mixed_precision,
             run__grad_checkpointing=grad_checkpointing,
             run__compile=compile,
+            run__track=track or None,
             run__checkpoint_every=checkpoint_every,
             distill__grad_accum_steps=grad_accum_steps,
         ).check()
