@@ -23,6 +23,7 @@ from vit2linear.artifact import Artifact
 from vit2linear.audit import audit
 from vit2linear.card.card import render
 from vit2linear.card.drawn import draw
+from vit2linear.devices import processes_together
 from vit2linear.errors import NotFiniteError, StoppedError
 from vit2linear.evaluation import Judge
 from vit2linear.images import on_hub
@@ -76,7 +77,7 @@ def convert(
         main = accelerator.is_main_process
         opened = open_run(prepared.output, resume, overwrite) if main else nullcontext()
         try:
-            with opened as run:
+            with opened as run, processes_together():
                 spoken = reporter if reporter is not None and main else Reporter()
                 written = _convert(prepared, run, Course(accelerator, interrupts, spoken, run), ignore_labels)
         except (NotFiniteError, StoppedError):
