@@ -399,3 +399,11 @@ def test_gradients_in_fp16_are_unscaled_once_in_every_stage(monkeypatch: pytest.
 def test_processes_are_patient_while_the_main_one_evaluates() -> None:
     accelerator = accelerator_for(override(Recipe(), run__device="cpu"))
     assert accelerator.init_handler.timeout >= timedelta(hours=1)
+
+
+@pytest.mark.parametrize(("variable", "name"), [("FSDP", "FSDP"), ("DEEPSPEED", "DeepSpeed")])
+def test_models_are_not_split_over_processes(variable: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``accelerate launch`` asks for it."""
+    monkeypatch.setenv(f"ACCELERATE_USE_{variable}", "true")
+    with pytest.raises(RecipeError, match=rf"asks for {name}, which splits .* --grad-checkpointing"):
+        accelerator_for(override(Recipe(), run__device="cpu"))

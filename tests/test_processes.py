@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,7 @@ calibration.images = 0
 TOLERANCE = {1: 1e-5, 5: 1e-4}
 """Of a tensor's largest gradient, by step. Sums over 4 images or twice 2 round differently: 3e-6 at step 1 as measured.
 Adam divides by the gradients' own size, so rounding moves weights and grows with the steps: 4e-6 at step 5."""
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 
 
@@ -71,9 +73,9 @@ def arguments(source: Path, images: Path, folder: Path, op: str) -> list[str]:
     return [*command, "-j", "0", "--output", "artifact"]
 
 
-def convert(source: Path, images: Path, folder: Path, *launch: str) -> Trained:
+def convert(source: Path, images: Path, folder: Path, *launch: str, more: Sequence[str] = ()) -> Trained:
     folder.mkdir()
-    command = [sys.executable, *launch, *arguments(source, images, folder, "tests.gradient_probe:Picky")]
+    command = [sys.executable, *launch, *arguments(source, images, folder, "tests.gradient_probe:Picky"), *more]
     environment = ENVIRONMENT | {"GRADIENT_PROBE": str(folder)}
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -121,8 +123,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs(source: Path, images: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trained, Trained]:
     """The same command by one process and by two."""
     root = tmp_path_factory.mktemp("runs")
-    torchrun = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
-    return convert(source, images, root / "one"), convert(source, images, root / "two", *torchrun)
+    return convert(source, images, root / "one"), convert(source, images, root / "two", *TORCHRUN)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -153,6 +154,16 @@ def test_clipping_is_of_averaged_gradients(runs: tuple[Trained, Trained], stage:
 def test_losses(runs: tuple[Trained, Trained], stage: str) -> None:
     one, two = (run.losses(stage) for run in runs)
     assert len(one) == max(STEPS) and two == pytest.approx(one, rel=1e-4)
+
+
+def test_losses_of_two_processes_whose_steps_go_through_in_two_parts(
+    runs: tuple[Trained, Trained], source: Path, images: Path, tmp_path: Path
+) -> None:
+    """One image at a time on each; nothing is averaged until the step is whole."""
+    parted = convert(source, images, tmp_path / "parted", *TORCHRUN, more=["--grad-accum-steps", "2"])
+    assert [parted.seen("feature", 1, rank)[1] for rank in (0, 1)] == [2, 2]
+    for stage in STAGES:
+        assert parted.losses(stage) == pytest.approx(runs[0].losses(stage), rel=1e-4)
 
 
 def test_one_artifact_by_the_main_process(runs: tuple[Trained, Trained]) -> None:
@@ -190,9 +201,9 @@ def test_a_loss_that_is_not_finite_on_one_process_ends_all(source: Path, images:
 
 
 def test_a_batch_that_cannot_be_shared_is_refused_before_any_work(source: Path, images: Path, tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     command = [
-        *torchrun,
+        sys.executable,
+        *TORCHRUN,
         "-m",
         "vit2linear",
         "convert",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from vit2linear.errors import StoppedError
+from vit2linear.errors import StoppedError, Vit2LinearError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -46,6 +46,11 @@ class Interrupts:
             yield
         except _Stopped:
             self.stop()
+        except Vit2LinearError:
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                # A launcher sends SIGTERM to the others when a process has ended; what ended this one is said first.
+                before[signal.SIGTERM] = signal.SIG_IGN
+            raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from vit2linear.devices import accelerator_for
@@ -28,12 +28,6 @@ def checked_accelerator(recipe: Recipe) -> Accelerator:
     if batch % accelerator.num_processes:
         shares = f"{accelerator.num_processes} processes cannot share evenly"
         raise RecipeError(f"distill.batch_size is {batch}, which {shares}.")
-    if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
-        raise RecipeError(
-            f"accelerate is set up for {accelerator.distributed_type.value}, which divides models; stage 'attention' "
-            "runs backward passes inside a forward, where a divided model has no weights.",
-            "Run 'accelerate config' without it; --grad-accum-steps and --grad-checkpointing save memory.",
-        )
     if recipe.run.compile:
         check_compiles(accelerator.device)
     return accelerator

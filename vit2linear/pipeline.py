@@ -15,6 +15,7 @@ from accelerate.utils import gather_object, set_seed
 from vit2linear import artifact, hybrid, licence, model
 from vit2linear.artifact import Artifact
 from vit2linear.audit import audit
+from vit2linear.devices import processes_together
 from vit2linear.errors import NotFiniteError, StoppedError
 from vit2linear.interrupt import Interrupts
 from vit2linear.journal import Journal, refuse_changes, settings_of
@@ -60,7 +61,7 @@ def convert(
         main = accelerator.is_main_process
         opened = open_run(prepared.output, resume, overwrite) if main else nullcontext()
         try:
-            with opened as run:
+            with opened as run, processes_together():
                 spoken = reporter if reporter is not None and main else Reporter()
                 written = _convert(prepared, run, Course(accelerator, interrupts, spoken, run), ignore_labels)
         except (NotFiniteError, StoppedError):

@@ -21,7 +21,7 @@ from vit2linear.distill.optimiser import optimiser_tensors, parameter_groups, re
 from vit2linear.distill.stages import TASKS, objective_of
 from vit2linear.distill.tasks import ModelTask
 from vit2linear.distill.watch import Watch
-from vit2linear.errors import DistillError, NotFiniteError, Vit2LinearError
+from vit2linear.errors import NotFiniteError, Vit2LinearError
 from vit2linear.recipe import DistillOptions
 from vit2linear.reporting import Progress, Reporter
 
@@ -98,7 +98,6 @@ def run_stage(
 
     Raises:
         NotFiniteError: many losses or gradients in a row, naming site and step.
-        DistillError: another process was lost.
         StoppedError: by the keeper.
     """
     stage = _Stage(name, teacher, student, steps, options, accelerator, reporter, check is not None)
@@ -215,12 +214,6 @@ class _Stage:
             try:
                 return self.task.backward(self.accelerator, pixels, labels, self.done.parts)
             except RuntimeError as error:
-                if self.accelerator.num_processes > 1:
-                    where, seen = self._where(self.done.step + 1), str(error).partition(". ")[0]
-                    raise DistillError(
-                        f"{where}: the processes lost each other ({seen}).",
-                        "See what ended the other one; then run the same command with --resume.",
-                    ) from error
                 if not should_reduce_batch_size(error) or self.done.parts >= len(pixels):
                     raise
             self.optimizer.zero_grad()
