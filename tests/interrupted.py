@@ -32,7 +32,7 @@ EVERYTHING = {
     "distill__calibration__before": ["attention", "feature"],
 }
 """Three stages of three steps, a closed form before two of them, and whatever else a checkpoint has to carry."""
-TIMES = {"seconds", "waiting", "images_per_second", "speedup"}
+TIMES = {"seconds", "waiting", "images_per_second", "speedup", "speed", "files"}
 """What no two runs have in common."""
 
 

@@ -207,7 +207,7 @@ def test_recipes_that_are_refused(text: str, message: str) -> None:
 @pytest.mark.parametrize(("op", "option"), [("performer", "features"), ("nystrom", "landmarks"), ("luna", "channels")])
 def test_absurd_options(place: Path, op: str, option: str) -> None:
     recipe = override(Recipe(), source__model="tiny", convert=[{"op": op, "options": {option: 10**12}}])
-    with pytest.raises(RecipeError, match=f"{op!r}: {option} is 1000000000000, must be above 0 and at most 4,096"):
+    with pytest.raises(RecipeError, match=f"{op!r}: {option} is 1000000000000, must be above 0 and at most 16,384"):
         prepare(recipe)
 
 

@@ -258,7 +258,8 @@ def test_every_setting_but_some_is_refused_by_its_name() -> None:
             assert name in error.message and "--overwrite" in str(error)
         else:
             free.add(name)
-    wanted = {"data.workers", "data.max_bad", "output.dir", "output.license", "run.checkpoint_every", "run.track"}
+    wanted = {"data.workers", "data.max_bad", "output.dir", "output.license", "output.bench", "run.checkpoint_every"}
+    wanted |= {"run.track"}
     assert free == wanted & all_names
 
 
@@ -299,7 +300,7 @@ def test_more_or_fewer_images_are_refused(class_folders: Path, interrupted: Reci
 
 
 def test_what_changes_no_weight_may_change(short: Path, interrupted: Recipe) -> None:
-    free = {"data__workers": 1, "output__license": "mit", "run__checkpoint_every": 1}
+    free = {"data__workers": 1, "output__license": "apache-2.0", "run__checkpoint_every": 1}
     convert(override(interrupted, **free), resume=True)
     weights = [(folder / "model.safetensors").read_bytes() for folder in (short / "whole", output_of(interrupted))]
     assert weights[0] == weights[1]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vit2linear.data import Batch
 from vit2linear.distill.averaged import Averaged, keep_better
 from vit2linear.distill.keeper import Keeper, Saved
-from vit2linear.distill.optimiser import optimiser_tensors, parameter_groups, restore_optimiser, warmup_cosine
+from vit2linear.distill.optimiser import optimiser_tensors, parameter_groups, restore_optimiser, set_step, warmup_cosine
 from vit2linear.distill.stages import TASKS, objective_of
 from vit2linear.distill.tasks import ModelTask
 from vit2linear.distill.watch import Watch
@@ -152,22 +152,17 @@ class _Stage:
         for parameter in self.trained:
             parameter.requires_grad_(True)
         self.task.prepare(accelerator)
-        for group in groups:
-            group["initial_lr"] = group["lr"]
         self.adamw = torch.optim.AdamW(groups, betas=(0.9, 0.999))
+        factor = warmup_cosine(steps, options.warmup)
+        # Before accelerate wraps the optimiser, or torch takes its steps for overridden ones under fp16.
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.adamw, factor)
         self.optimizer = accelerator.prepare(self.adamw)
-        self.schedule = self._schedule(0)
         averages = averages and options.ema > 0 and isinstance(self.task, ModelTask)
         self.ema = ModelEmaV3(student, options.ema, use_warmup=True) if averages else None
         self.done = _Progress(parts=options.grad_accum_steps)
         self.settled = True
         """Whether the state is that between two steps."""
         self.fresh_images, self.started = 0, time.perf_counter()
-
-    def _schedule(self, applied: int) -> torch.optim.lr_scheduler.LambdaLR:
-        return torch.optim.lr_scheduler.LambdaLR(
-            self.adamw, warmup_cosine(self.steps, self.options.warmup), last_epoch=applied - 1
-        )
 
     def wait(self, batches: Iterator[Batch]) -> Batch | None:
         """The next batch, with the time that it took to come."""
@@ -262,7 +257,7 @@ class _Stage:
         scaler, watch, curve = state.pop("scaler"), Watch(**state.pop("watch")), [*map(tuple, state.pop("curve"))]
         self.done = _Progress(**state, watch=watch, curve=curve)
         restore_optimiser(self.adamw, saved.tensors["optimiser"])
-        self.schedule = self._schedule(self.done.applied)
+        set_step(self.schedule, self.done.applied)
         if self.ema is not None:
             self.ema.module.load_state_dict(saved.tensors["average"])
         if scaler is not None and self.accelerator.scaler is not None:

@@ -60,3 +60,12 @@ def restore_optimiser(optimiser: torch.optim.Optimizer, tensors: dict[str, Tenso
         place, key = name.split(".")
         state.setdefault(int(place), {})[key] = tensor
     optimiser.load_state_dict({**optimiser.state_dict(), "state": state})
+
+
+def set_step(schedule: torch.optim.lr_scheduler.LambdaLR, steps: int) -> None:
+    """Bring a fresh schedule to where it is after so many steps."""
+    schedule.last_epoch = steps
+    pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    schedule._last_lr = [rate * factor(steps) for rate, factor in pairs]
+    for group, rate in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
+        group["lr"] = rate

@@ -81,7 +81,7 @@ def refuse_key_mask(name: str, ctx: AttentionContext) -> None:
         )
 
 
-LARGEST_OPTION = 4096
+LARGEST_OPTION = 16_384
 """Features, landmarks or blocks of one head, whose width is a few dozen."""
 
 
