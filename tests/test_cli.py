@@ -125,6 +125,7 @@ def test_traceback_on_request(tmp_path: Path) -> None:
     assert done.returncode == 1 and "RecipeError" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before training", "step 1/", "after stage attention"])
 def test_interrupted_at_any_point_leaves_a_checkpoint_and_nothing_else(
     moment: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory

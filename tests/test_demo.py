@@ -70,6 +70,7 @@ def test_shuffled_targets_do_not_meet_it(tmp_path: Path, monkeypatch: pytest.Mon
     assert not meets_the_bar(run(tmp_path / "a"))
 
 
+@pytest.mark.slow
 def test_it_is_the_teacher_who_teaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same in few steps: with its own targets the student rises, with shuffled ones it does not."""
     teacher, before, after = scores(run(tmp_path / "a", steps=40))

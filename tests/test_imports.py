@@ -93,11 +93,16 @@ def test_help_is_light(command: list[str]) -> None:
     "order",
     [
         "import vit2linear, timm",
-        "import timm, vit2linear",
-        "import importlib.util; importlib.util.find_spec('timm'); import vit2linear, timm",
-        "import vit2linear, importlib.util; importlib.util.find_spec('timm'); import timm",
-        "import vit2linear.model, timm",
-        "import vit2linear; from timm.models import vision_transformer; import timm",
+        *(
+            pytest.param(order, marks=pytest.mark.slow)
+            for order in (
+                "import timm, vit2linear",
+                "import importlib.util; importlib.util.find_spec('timm'); import vit2linear, timm",
+                "import vit2linear, importlib.util; importlib.util.find_spec('timm'); import timm",
+                "import vit2linear.model, timm",
+                "import vit2linear; from timm.models import vision_transformer; import timm",
+            )
+        ),
     ],
 )
 def test_architecture_is_registered_in_any_order(order: str) -> None:
