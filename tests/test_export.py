@@ -26,7 +26,8 @@ from vit2linear.artifact import CONFIG, REPORT
 from vit2linear.context import AttentionContext
 from vit2linear.errors import ArtifactError, RecipeError, UnknownNameError, UnsupportedModelError
 from vit2linear.export import TOLERANCE, Export, export
-from vit2linear.graphs import OnnxGraph, modules_with_maps
+from vit2linear.graphs import OnnxGraph
+from vit2linear.maps import modules_with_maps
 from vit2linear.model import takes_size
 from vit2linear.ops.base import KernelOperator
 from vit2linear.ops.relu import ReLUAttention
@@ -101,7 +102,8 @@ def test_every_operator_in_onnx(name: str, options: dict[str, Any], tmp_path: Pa
     folder = artifact(linearize(tiny(depth=1), name, options=options, local="dwc3").eval(), tmp_path / "tiny")
     made = export(str(folder), output=tmp_path / "tiny.onnx", rounds=1)
     check(made, folder, 1)
-    assert made.softmax == (() if OPERATORS.get(name).linear else ("blocks.0.attn",)) and made.opset == 20
+    assert made.maps == (() if OPERATORS.get(name).linear else ("blocks.0.attn",)) and not made.unclear
+    assert made.opset == 20
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_torch_export(dynamic: bool, tmp_path: Path) -> None:
     folder = artifact(linearize(tiny(), "inline").eval(), tmp_path / "tiny")
     made = export(str(folder), "torch-export", size=(40, 32), dynamic=dynamic, output=tmp_path / "x.pt2", rounds=1)
     check(made, folder, 1 + dynamic)
-    assert made.size == (40, 32) and made.opset is None and not made.softmax
+    assert made.size == (40, 32) and made.opset is None and not made.maps
 
 
 @pytest.mark.parametrize("opset", [18, 23])
@@ -144,12 +146,14 @@ def test_maps_are_where_the_softmax_was_kept_and_nowhere_else(opset: int, tmp_pa
     folder = artifact(student, tmp_path / "tiny")
     made = export(str(folder), opset=opset, output=tmp_path / "tiny.onnx", rounds=1)
     check(made, folder, 1)
-    assert made.softmax == ("blocks.1.attn",) and made.opset == opset
+    assert made.maps == ("blocks.1.attn",) and made.opset == opset
     nodes = {node.op_type for node in onnx.load(made.file).graph.node}
     assert ("Attention" in nodes) == (opset == 23) and ("Softmax" in nodes) == (opset == 18)
     values = OnnxGraph(Path(made.file)).values(torch.randn(3, 3, 32, 32))
     pairs = {f"blocks.{i}.attn": (17, 17) for i in range(3)}
-    assert modules_with_maps(values, pairs) <= {"blocks.1.attn", "blocks.1.attn.op"} and len(values) == made.values
+    assert (
+        modules_with_maps(values, pairs).keys() <= {"blocks.1.attn", "blocks.1.attn.op"} and len(values) == made.values
+    )
 
 
 @pytest.mark.parametrize("kind", ["onnx", "torch-export"])
@@ -168,7 +172,7 @@ def test_as_many_tokens_as_channels_are_no_map(tmp_path: Path) -> None:
     """16 patches without a class token, heads of 16 channels: everything in the operator is 16 x 16."""
     folder = relu(tiny(depth=1, class_token=False, global_pool="avg"), tmp_path / "tiny")
     made = export(str(folder), "torch-export", output=tmp_path / "x.pt2", rounds=1)
-    assert not made.softmax
+    assert not made.maps and not made.unclear
 
 
 def test_a_graph_that_differs_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +194,7 @@ def test_a_graph_that_differs_is_not_kept(tmp_path: Path, monkeypatch: pytest.Mo
     ("module", "who"),
     [
         ("eva", "a Eva"),
-        pytest.param("swin_transformer", "a SwinTransformer", marks=pytest.mark.slow),
+        ("swin_transformer", "a SwinTransformer attends inside windows"),
         ("hiera", "hiera_tiny_224 cannot be built for any size"),
     ],
 )
@@ -207,8 +211,13 @@ def test_sources_of_one_size_are_named(module: str, who: str, tmp_path: Path) ->
 def test_every_family_in_onnx_or_refused(module: str, tmp_path: Path) -> None:
     name, args = families.cases(module)[0]
     folder = relu(families.build(name, **args), tmp_path / "tiny")
-    made = export(str(folder), output=tmp_path / "tiny.onnx", rounds=1)
-    assert not made.softmax
+    if module == "gemma4_vit":  # a node of torch's exporter has an input that nothing gives
+        with pytest.raises(UnsupportedModelError, match="onnxruntime cannot load the graph"):
+            export(str(folder), output=tmp_path / "tiny.onnx")
+        made = export(str(folder), "torch-export", output=tmp_path / "tiny.pt2", rounds=1)
+    else:
+        made = export(str(folder), output=tmp_path / "tiny.onnx", rounds=1)
+    assert not made.maps
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ LAYERS = [
     {"calibration", "headless", "significance", "routing"},
     {"catalogue", "compare", "evaluation", "bench", "training_cost", "hybrid"},
     {"speed", "stored", "evidence"},
-    {"artifact", "card", "plots", "pictures", "page", "journal", "checkpoint", "tracing", "graphs"},
+    {"artifact", "card", "plots", "pictures", "page", "journal", "checkpoint", "tracing", "graphs", "maps"},
     {"run_folder"},
     {"prepare"},
     {"moments"},

@@ -19,9 +19,11 @@ from vit2linear.artifact import Artifact, open_artifact
 from vit2linear.bench import interleaved
 from vit2linear.durable import file_written_aside
 from vit2linear.errors import ArtifactError, RecipeError, UnknownNameError, UnsupportedModelError
-from vit2linear.graphs import FORMATS, Graph, Pairs, modules_with_maps, program_values, related, token_pairs
+from vit2linear.graphs import FORMATS, Graph
+from vit2linear.maps import search
 from vit2linear.model import input_size, takes, takes_size
 from vit2linear.sizes import Size, show_size
+from vit2linear.sources._description import first_line
 from vit2linear.tracing import ONE_SIZE, neighbour, patch_of, random_pixels, trace
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -60,8 +62,10 @@ class Export:
     checks: tuple[Check, ...]
     values: int
     """Values of the graph that were searched for a map over pairs of tokens."""
-    softmax: tuple[str, ...]
-    """Modules in which there is one: those that keep the softmax."""
+    maps: tuple[str, ...]
+    """Modules in which there is one: those that keep the softmax, or whose operator is not linear."""
+    unclear: tuple[str, ...]
+    """Modules in which tokens and channels are as many, so that shapes cannot tell."""
     milliseconds: float
     """Median of one image in the exported graph, on the CPU with torch's number of threads."""
     torch_milliseconds: float
@@ -116,7 +120,7 @@ def export(
             written = sum(path.stat().st_size for path in aside.parent.iterdir())
             graph = graph_type(aside)
             checks = tuple(_compare(model, graph, batch, each) for each in sizes for batch in BATCHES)
-            softmax, values = _search(artifact, model, graph, sizes)
+            found = search(graph, model, sizes, lambda other: _built(artifact, other, dynamic=False))
             works: dict[str, Any] = {"torch": model, "graph": graph}
             with torch.inference_mode():
                 seconds = interleaved(works, random_pixels(model, 1, (height, width)), rounds)
@@ -130,8 +134,9 @@ def export(
         size=(height, width),
         multiple=patch,
         checks=checks,
-        values=values,
-        softmax=softmax,
+        values=found.values,
+        maps=found.maps,
+        unclear=found.unclear,
         milliseconds=statistics.median(seconds["graph"]) * 1000,
         torch_milliseconds=statistics.median(seconds["torch"]) * 1000,
         ratio=statistics.median(a / b for a, b in zip(seconds["graph"], seconds["torch"], strict=True)),
@@ -182,9 +187,8 @@ def _built(artifact: Artifact, size: Size | None, dynamic: bool) -> nn.Module:
     except (AssertionError, RuntimeError, ValueError, ArtifactError) as error:
         if size is None:
             raise
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnsupportedModelError(
-            f"{base} does not take images of {show_size(size)} px: {said}",
+            f"{base} does not take images of {show_size(size)} px: {first_line(error)}.",
             "Choose a size that its patches and windows divide.",
         ) from error
     if not isinstance(output, Tensor):
@@ -204,45 +208,3 @@ def _compare(model: nn.Module, graph: Graph, batch: int, size: Size) -> Check:
             "Please report it, with the model's config.json.",
         )
     return Check(batch, size, difference)
-
-
-def _search(artifact: Artifact, model: nn.Module, graph: Graph, sizes: list[Size]) -> tuple[tuple[str, ...], int]:
-    """Where the graph has maps over pairs of tokens, and how many values were looked at.
-
-    Raises:
-        UnsupportedModelError: elsewhere than where the model keeps the softmax, or not everywhere there.
-    """
-    stray: set[str] | None = None
-    for size in sizes:
-        pixels = random_pixels(model, max(BATCHES), size)
-        pairs, softmax = token_pairs(model, pixels)
-        values = graph.values(pixels)
-        found = modules_with_maps(values, pairs)
-        here = {path for path in found if not related(path, softmax)}
-        stray = here if stray is None else stray & here
-        silent = sorted(path for path in softmax if not related(path, found))
-        if silent:
-            raise UnsupportedModelError(f"the exported graph has no softmax at {', '.join(silent)}; nothing was kept.")
-    if stray and len(sizes) == 1:
-        stray &= _growing_maps(artifact, sizes[0], pairs)
-    if stray:
-        raise UnsupportedModelError(
-            f"the exported graph forms a map over pairs of tokens in {', '.join(sorted(stray))}, where no softmax is "
-            "kept; nothing was kept.",
-        )
-    return tuple(sorted(path.removesuffix(".op") for path in softmax)), len(values)
-
-
-def _growing_maps(artifact: Artifact, size: Size, pairs: Pairs) -> set[str]:
-    """Modules with a map over pairs of tokens at twice the size too, and over more of them than ``pairs``.
-
-    Where there are as many tokens as a head has channels, whatever has those on two sides looks like a map; and a map
-    inside a window stays as it is.
-    """
-    larger = 2 * size[0], 2 * size[1]
-    model = _built(artifact, larger, dynamic=False)
-    pixels = random_pixels(model, max(BATCHES), larger)
-    then = token_pairs(model, pixels)[0]
-    growing = [path for path in then if then[path] != pairs[path]]
-    found = modules_with_maps(program_values(trace(model, larger), pixels), then)
-    return {path for path in found if not path or related(path, growing)}

@@ -1,27 +1,22 @@
-"""Exported graphs: written, run, and searched for maps over pairs of tokens.
+"""Exported graphs: written, read back, run, and all their values told.
 
-The search looks at the shapes of all values in one run: those that are written into a graph may be symbols or absent.
+Shapes of values are those of a run: what is written into a graph may be symbols or absent.
 """
 
 from __future__ import annotations
 
 import ast
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from vit2linear.audit import softmax_pairs
 from vit2linear.errors import UnsupportedModelError
-from vit2linear.site import sites_of
-
-Pairs = Mapping[str, tuple[int, int]]
-"""Numbers of queries and keys, by the path of the module that routes them."""
+from vit2linear.sources._description import first_line
 
 
 @dataclass(frozen=True)
@@ -77,7 +72,13 @@ class OnnxGraph(Graph):
         import onnx
 
         self._file = file
-        self._run = _session(file)
+        try:
+            self._run = _session(file)
+        except Exception as error:  # the runtime's errors have no class in common
+            raise UnsupportedModelError(
+                f"onnxruntime cannot load the graph that torch's exporter wrote: {first_line(error)}.",
+                "--format torch-export may work.",
+            ) from error
         versions = {i.domain: i.version for i in onnx.load(file, load_external_data=False).opset_import}
         self.opset = versions[""]
 
@@ -99,8 +100,7 @@ class OnnxGraph(Graph):
             )
         except torch.onnx.errors.OnnxExporterError as error:
             raise UnsupportedModelError(
-                f"the graph has no form in ONNX: {str(error).strip().splitlines()[0]}",
-                "--format torch-export needs none.",
+                f"the graph has no form in ONNX: {first_line(error)}.", "--format torch-export needs none."
             ) from error
         # Symbols are renamed inside expressions too: a height of 16*rows.
         dims = zip(made.model.graph.inputs[0].shape, ("batch", "", "rows", "columns"), strict=True)
@@ -139,46 +139,6 @@ FORMATS: dict[str, tuple[type[ProgramGraph | OnnxGraph], str]] = {
     "torch-export": (ProgramGraph, ".pt2"),
 }
 """Name of a format to its graph and how its files end."""
-
-
-def token_pairs(model: nn.Module, pixels: Float[Tensor, "batch channels height width"]) -> tuple[Pairs, Pairs]:
-    """Queries and keys of every routing in one forward of ``model``; and of those alone that are softmax over pairs."""
-    found: dict[str, tuple[int, int]] = {}
-
-    def noting(path: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            found[path] = args[0].shape[-2], args[1].shape[-2]
-
-        return hook
-
-    hooks = [site.op.register_forward_pre_hook(noting(f"{path}.op")) for path, site in sites_of(model).items()]
-    try:
-        softmax = softmax_pairs(model, pixels)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return {**found, **softmax}, softmax
-
-
-def modules_with_maps(values: Iterable[Value], pairs: Pairs) -> set[str]:
-    """Paths of the modules in which a value has one dimension of queries and another one of keys.
-
-    Away from the modules in ``pairs``, it has to end in the two.
-    """
-    found = set()
-    for value in values:
-        shape = value.shape
-        own = {pair for path, pair in pairs.items() if related(value.module, [path])}
-        ends = {shape[-2:]} if len(shape) > 2 else set()
-        inside = {(a, b) for i, a in enumerate(shape) for j, b in enumerate(shape) if i != j}
-        if (inside & own) if own else (ends & set(pairs.values())):
-            found.add(value.module)
-    return found
-
-
-def related(path: str, others: Collection[str]) -> bool:
-    """Whether ``path`` is one of ``others``, lies in one or has one inside."""
-    return bool(path) and any(f"{path}.".startswith(f"{o}.") or f"{o}.".startswith(f"{path}.") for o in others)
 
 
 def program_values(

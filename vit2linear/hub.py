@@ -107,7 +107,7 @@ def repo_info(repo: str, revision: str | None = None) -> RepoInfo:
 def _cached(repo: str, revision: str | None) -> RepoInfo | None:
     """What the cache has of a commit, branch or tag; without a revision the commit that was fetched last."""
     try:
-        repos = hf.scan_cache_dir().repos
+        repos = hf.scan_cache_dir(constants.HF_HUB_CACHE).repos
     except (errors.CacheNotFound, ValueError):  # nothing there, or a file
         return None
     commits = [c for found in repos if (found.repo_id, found.repo_type) == (repo, "model") for c in found.revisions]

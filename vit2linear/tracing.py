@@ -13,6 +13,7 @@ from vit2linear.bench import NoRouting
 from vit2linear.errors import UnsupportedModelError
 from vit2linear.site import sites_of
 from vit2linear.sizes import Size, show_size
+from vit2linear.sources._description import first_line
 
 ONE_SIZE = "Leave --dynamic out, and export once for each size with --img-size."
 
@@ -35,6 +36,10 @@ def trace(model: nn.Module, size: Size, patch: Size | None = None) -> torch.expo
             "of an image by rules that no graph holds.",
             ONE_SIZE,
         )
+    if patch is not None and any(site.kind.window(site) is not None for site in sites_of(model).values()):
+        raise UnsupportedModelError(
+            f"a {type(model).__name__} attends inside windows, so it cannot be exported with --dynamic.", ONE_SIZE
+        )
     try:
         return _trace(model, size, patch)
     except Exception as error:  # torch.export fails in many ways, and a model's code is anybody's
@@ -44,7 +49,7 @@ def trace(model: nn.Module, size: Size, patch: Size | None = None) -> torch.expo
         )
         what = "with --dynamic" if patch else "at a fixed size"
         raise UnsupportedModelError(
-            f"{who} cannot be exported {what}: {_first_line(error)}",
+            f"{who} cannot be exported {what}: {first_line(error)}.",
             ONE_SIZE if patch else None,
         ) from error
 
@@ -95,7 +100,7 @@ def _trace(model: nn.Module, size: Size, patch: Size | None) -> torch.export.Exp
             with torch.no_grad():
                 program.module()(random_pixels(model, 1, other))
         except (AssertionError, RuntimeError) as error:
-            raise ValueError(f"the graph takes {show_size(size)} px, but not {show_size(other)}.") from error
+            raise ValueError(f"the graph takes {show_size(size)} px, but not {show_size(other)}") from error
     return program
 
 
@@ -108,7 +113,3 @@ def _fails_without_operators(model: nn.Module, size: Size, patch: Size | None) -
     except Exception:
         return True
     return False
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

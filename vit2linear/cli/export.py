@@ -63,7 +63,8 @@ def _lines(made: Export) -> list[str]:
     largest = max(check.difference for check in made.checks)
     others = f" and other multiples of {show_size(made.multiple)}" if made.multiple else ""
     opset = f", opset {made.opset}" if made.opset else ""
-    where = f"only at {', '.join(made.softmax)}" if made.softmax else "none"
+    where = f"only at {', '.join(made.maps)}" if made.maps else "none"
+    where += f"; not to be told from channels at {', '.join(made.unclear)}" if made.unclear else ""
     return [
         f"{made.file}: {made.bytes / 2**20:.1f} MiB{opset}, any number of images of {show_size(made.size)} px{others}",
         f"largest difference from torch: {largest:.2g} (batches of {' and '.join(map(str, batches))}, "
