@@ -16,7 +16,7 @@ from timm.models import save_for_hf
 from typer.testing import CliRunner
 
 from tests.hub_user import data_files, source_files, user  # noqa: F401  fixtures
-from vit2linear import pipeline, speed
+from vit2linear import record, speed
 from vit2linear.cli.main import app
 
 
@@ -34,7 +34,7 @@ def in_a_hurry() -> Iterator[None]:
     """Conversions measure their speed at one size only, in as few rounds as can be, and look at no single images."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(speed, "SECONDS", 0.0)
-        patched.setattr(pipeline, "LOOKED_AT", 0)
+        patched.setattr(record, "LOOKED_AT", 0)
         yield
 
 

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from vit2linear.errors import Vit2LinearError
 
@@ -118,3 +120,20 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
     for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
         yield value, key
         yield from _places(value[key])
+
+
+class Payload:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.write_text, (self.path, "owned")
+
+
+def without_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """What a source holds, whose file is gone."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    return weights

@@ -60,7 +60,7 @@ def artifact(model: nn.Module, folder: Path) -> Path:
         if ".op." in name:  # what starts inert would hide mistakes
             parameter.data.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
     save_for_hf(model, str(folder), safe_serialization=True)
-    report = {"source": {"name": "tiny"}, "data": {"path": "nowhere", "ignore_labels": False}}
+    report = {"source": {"name": "tiny"}, "data": {"path": "nowhere", "held_out": None, "ignore_labels": False}}
     (folder / REPORT).write_text(json.dumps(report))
     return folder
 

@@ -20,7 +20,7 @@ LAYERS = [
     {"operator"},
     {"site"},
     {"ops", "sites", "sources", "losses"},
-    {"resolve", "licence"},
+    {"resolve", "outline", "licence"},
     {"plan"},
     {"surgery", "model", "probe", "mimetic"},
     {"initial", "images", "classes", "class_map", "views", "bad_images", "samples", "data", "audit", "devices"},
@@ -33,7 +33,7 @@ LAYERS = [
     {"run_folder"},
     {"prepare"},
     {"moments"},
-    {"opening"},
+    {"opening", "record"},
     {"pipeline", "finished", "inspection", "publish", "export", "expected", "trial"},
     {"cli", "__main__", "__init__"},
 ]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vit2linear import Recipe, convert, pipeline
+from vit2linear import Recipe, convert, record
 from vit2linear.artifact import PAGE
 from vit2linear.recipe import override
 
@@ -52,7 +52,7 @@ def page(checkpoint: Path, class_folders: Path, tmp_path_factory: pytest.TempPat
     request = {"source__model": str(checkpoint), "data__path": str(class_folders), "output__dir": str(output)}
     small = {"distill__steps": 4, "distill__batch_size": 4, "data__workers": 0, "run__device": "cpu"}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pipeline, "LOOKED_AT", 12)
+        patched.setattr(record, "LOOKED_AT", 12)
         convert(override(Recipe(), **request, **small))
     return output / PAGE
 
@@ -123,7 +123,7 @@ def test_a_picture_of_every_site_kind_does_not_fail(tmp_path: Path, class_folder
     request = {"source__model": str(tmp_path / "swin"), "data__path": str(class_folders), "run__device": "cpu"}
     rules = {"convert": [{"drop": ["all"]}], "output__dir": str(tmp_path / "out"), "distill__steps": 0}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pipeline, "LOOKED_AT", 4)
+        patched.setattr(record, "LOOKED_AT", 4)
         report = convert(
             override(Recipe(), **request, **rules, data__workers=0, distill__calibration__images=0), ignore_labels=True
         ).report

@@ -70,7 +70,7 @@ def arguments(source: Path, images: Path, folder: Path, op: str) -> list[str]:
     """``-m vit2linear convert ...``, to run in ``folder``."""
     (folder / "recipe.toml").write_text(RECIPE)
     command = ["-m", "vit2linear", "convert", str(source), "--op", op, "--recipe", "recipe.toml", "--data", str(images)]
-    return [*command, "-j", "0", "--device", "cpu", "--output", "artifact"]
+    return [*command, "-j", "0", "--output", "artifact"]
 
 
 def convert(source: Path, images: Path, folder: Path, *launch: str, more: Sequence[str] = ()) -> Trained:

@@ -48,7 +48,7 @@ def test_all_three_stages_and_the_calibrations_between(tmp_path: Path) -> None:
     assert [s["averaged"] is not None for s in report["stages"]] == [False, True, True]
     card = (tmp_path / "a" / "README.md").read_text()
     assert "calibrated in closed form on 7 images, distilled label-free from it: 1 steps of stage `attention`" in card
-    assert "trained with labels beside it: 3 steps of stage `task` (24 images)." in card
+    assert "trained with labels beside it: 3 steps of stage `task` (24 images)" in card
     assert "`relu` with a depthwise 3x3 convolution of the values and centred keys: " in card
     assert list(report["calibration"]) == ["after calibration", "after calibration before stage feature"]
 

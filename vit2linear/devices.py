@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -44,13 +45,21 @@ def accelerator_for(recipe: Recipe) -> Accelerator:
         raise RecipeError("run.mixed_precision is 'fp16', which needs a CUDA GPU.", "Use --mixed-precision bf16 or no.")
     if precision == "auto":
         precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "no"
-    return Accelerator(
-        cpu=device == "cpu",
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    # Without a GPU accelerate would let each of several processes believe that it is alone.
+    accelerator = Accelerator(
+        cpu=device == "cpu" or (started > 1 and device == "auto" and not any(present.values())),
         mixed_precision=precision,
         kwargs_handlers=[PATIENCE],
         log_with=[*recipe.run.track] or None,
         project_dir=None if recipe.output.dir is None else f"{recipe.output.dir}-logs",
     )
+    if accelerator.num_processes != started:
+        raise RecipeError(
+            f"{started} processes were started, and on device {device!r} accelerate joins {accelerator.num_processes}.",
+            "Use --device cpu, or start one process.",
+        )
+    return accelerator
 
 
 @contextmanager

@@ -78,6 +78,11 @@ def friendly_errors(what: str) -> Iterator[None]:
         unauthorized = error.response is not None and error.response.status_code == 401
         hint = "The token is not valid: run 'hf auth login', or unset HF_TOKEN." if unauthorized else None
         raise SourceError(f"the Hub refused to serve {what!r}: {_first_line(error)}.", hint) from error
+    except OSError as error:
+        raise SourceError(
+            f"the files of {what!r} cannot be stored in {constants.HF_HUB_CACHE!r}: {_first_line(error)}.",
+            "Free space there, or let HF_HUB_CACHE name a folder that can be written.",
+        ) from error
 
 
 def repo_info(repo: str, revision: str | None = None) -> RepoInfo:
@@ -103,7 +108,7 @@ def _cached(repo: str, revision: str | None) -> RepoInfo | None:
     """What the cache has of a commit, branch or tag; without a revision the commit that was fetched last."""
     try:
         repos = hf.scan_cache_dir().repos
-    except errors.CacheNotFound:
+    except (errors.CacheNotFound, ValueError):  # nothing there, or a file
         return None
     commits = [c for found in repos if (found.repo_id, found.repo_type) == (repo, "model") for c in found.revisions]
     named = [c for c in commits if revision is None or revision == c.commit_hash or revision in c.refs]

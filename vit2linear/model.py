@@ -20,22 +20,18 @@ import timm
 import torch
 from timm.layers import RmsNorm
 from timm.models import build_model_with_cfg
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch import nn
 
 from vit2linear.errors import UnsupportedModelError, Vit2LinearError, WeightsError
 from vit2linear.heads import with_head
+from vit2linear.outline import outline
 from vit2linear.probe import example_pixels
 from vit2linear.resolve import layout_of
 from vit2linear.sizes import Size, show_size
-from vit2linear.sources._description import first_line
-from vit2linear.sources._weights import in_float32
+from vit2linear.sources._weights import check_finite, check_fit, in_float32
 from vit2linear.sources.base import ModelRef, ModelSpec
 from vit2linear.strict import shown
 from vit2linear.surgery import apply
-
-MOST_MODULES = 4_000
-"""The largest of timm's models have 2,000."""
 
 _patching = threading.RLock()
 
@@ -86,34 +82,6 @@ def skeleton(spec: ModelSpec) -> nn.Module:
         UnsupportedModelError: timm cannot build what the spec describes.
     """
     return outline(f"the {spec.architecture!r} that the config describes", lambda: _create(spec, pretrained=False))
-
-
-def outline(what: str, create: Callable[[], nn.Module]) -> nn.Module:
-    """What ``create`` makes, on the meta device; its arguments come from a file, so that it may fail in any way.
-
-    Raises:
-        UnsupportedModelError: it cannot be built, or has more modules than any model, as a depth of a billion would.
-    """
-    count = 0
-
-    def counted(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        nonlocal count
-        count += 1
-        if count > MOST_MODULES:
-            raise UnsupportedModelError(f"{what} has more than {MOST_MODULES:,} modules.", "Check its depth.")
-
-    handle = register_module_module_registration_hook(counted)
-    try:
-        with torch.device("meta"):
-            return create()
-    except Vit2LinearError:
-        raise
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"{what} cannot be built: {first_line(error)}.", "Check the sizes in config.json, or upgrade timm."
-        ) from error
-    finally:
-        handle.remove()
 
 
 def input_size(module: nn.Module) -> tuple[int, int, int]:
@@ -177,7 +145,7 @@ def load(ref: ModelRef, spec: ModelSpec) -> LoadedModel:
     expected = skeleton(spec).state_dict()
     try:
         weights, dtype = in_float32(ref.name, layout_of(ref).state_dict(ref))
-        _check_fit(ref.name, weights, expected)
+        check_fit(ref.name, weights, expected)
         model = _create(spec, pretrained=True, state_dict=weights)
     except Vit2LinearError:
         raise
@@ -185,7 +153,7 @@ def load(ref: ModelRef, spec: ModelSpec) -> LoadedModel:
         if isinstance(error, MemoryError) or "allocate" in str(error):
             raise
         raise WeightsError(f"the weights of {ref.name!r} do not fit its config: {_condense(str(error))}.") from error
-    _check_finite(ref.name, model)
+    check_finite(ref.name, dict(model.named_parameters()))
     return LoadedModel(ref, replace(spec, dtype=dtype), model.eval())
 
 
@@ -197,31 +165,6 @@ def fresh(spec: ModelSpec, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return _create(spec, pretrained=False).eval()
-
-
-def _check_fit(name: str, weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Before the model takes memory: a config that says far more than the files hold, integers for weights."""
-    held, said = (sum(value.numel() for value in tensors.values()) for tensors in (weights, expected))
-    if said > 4 * held + 100_000_000:  # positions and tables may grow with the image
-        raise WeightsError(
-            f"the weights of {name!r} do not fit its config: that describes {said:,} numbers, the files hold {held:,}."
-        )
-    wrong = [k for k, v in weights.items() if k in expected and v.is_floating_point() < expected[k].is_floating_point()]
-    if wrong:
-        raise WeightsError(
-            f"{_some(wrong)} of {name!r}: {weights[wrong[0]].dtype} where weights are real numbers.",
-            "Quantised weights are not supported.",
-        )
-
-
-def _check_finite(name: str, model: nn.Module) -> None:
-    """Weights that are not numbers would make everything that is trained or measured so."""
-    wrong = [key for key, value in model.named_parameters() if not value.isfinite().all()]
-    if wrong:
-        raise WeightsError(
-            f"{len(wrong)} weights of {name!r} hold values that are not finite in float32: {_some(wrong)}.",
-            "Such a model gives no outputs; look for a better copy of it.",
-        )
 
 
 def _create(spec: ModelSpec, pretrained: bool, **overlay: Any) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What a conversion works with: devices, images, models."""
+"""What a prepared conversion works with: devices, images, teacher and student."""
 
 from __future__ import annotations
 
@@ -39,19 +39,18 @@ def judge_of(prepared: Prepared, device: torch.device, ignore_labels: bool, repo
     Raises:
         DataError: a stage learns labels that they do not have.
     """
-    recipe, cfg = prepared.recipe, prepared.spec.pretrained_cfg
-    data = recipe.data
+    recipe, data = prepared.recipe, prepared.recipe.data
     options = ImageOptions(data.split, data.val_split, ignore_labels, data.streaming, recipe.run.seed)
     judge = open_judge(
         ImageRequest(data.path or (), options, prepared.class_map),
         prepared.data_config,
         prepared.num_classes,
-        cfg.get("label_names"),
+        prepared.spec.pretrained_cfg.get("label_names"),
         batch_size=recipe.distill.batch_size,
-        workers=recipe.data.workers,
-        limit=recipe.data.eval_samples,
+        workers=data.workers,
+        limit=data.eval_samples,
         device=device,
-        max_bad=recipe.data.max_bad,
+        max_bad=data.max_bad,
         reporter=reporter,
     )
     learns = [name for name, stage in recipe.distill.stages.items() if stage.share and "labels" in stage.losses]

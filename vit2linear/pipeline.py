@@ -8,41 +8,25 @@ rename. A resumed run goes the same way and leaves out what its checkpoint has.
 from __future__ import annotations
 
 import dataclasses
-import platform
 from contextlib import nullcontext
-from importlib.metadata import version
-from typing import Any
 
-import torch
 from accelerate.utils import gather_object, set_seed
-from torch import nn
 
-import vit2linear
-from vit2linear import artifact, evidence, hybrid, licence, model, page, pictures
+from vit2linear import artifact, hybrid, licence, model
 from vit2linear.artifact import Artifact
 from vit2linear.audit import audit
-from vit2linear.card.card import render
-from vit2linear.card.drawn import draw
 from vit2linear.devices import processes_together
 from vit2linear.errors import NotFiniteError, StoppedError
-from vit2linear.evaluation import Judge
-from vit2linear.images import on_hub
-from vit2linear.initial import start_words
 from vit2linear.interrupt import Interrupts
 from vit2linear.journal import Journal, refuse_changes, settings_of
 from vit2linear.moments import Course, moments_of
 from vit2linear.opening import checked_accelerator, judge_of, models_of
-from vit2linear.plan import plan_notes
 from vit2linear.prepare import Prepared, prepare
-from vit2linear.probe import plan_to_json
 from vit2linear.recipe import Recipe, parse_recipe, to_toml
+from vit2linear.record import record_of, shown, timed
 from vit2linear.reporting import Reporter
 from vit2linear.run_folder import RunFolder, clear_leftovers, open_run
-from vit2linear.speed import Speed, job_of, measure_speed
 from vit2linear.trackers import start_trackers
-
-LOOKED_AT = 64
-"""Validation images among which the page finds the ones that differ most."""
 
 
 def convert(
@@ -127,76 +111,17 @@ def _convert(prepared: Prepared, run: RunFolder | None, course: Course, ignore_l
     if run is None or report is None:
         return Artifact(f"local-dir:{prepared.output}", {}, prepared.output)
     audited = audit(source, student, plan, trained=bool(journal.stages or journal.calibration), drawn=drawn)
-    speed = _speed(prepared, teacher, student, accelerator.device, journal) if recipe.output.bench else None
-    if speed is not None:
-        reporter.say(speed.summary)
-    if judge.bad.summary:
-        reporter.say(judge.bad.summary)
-    bad = {"count": len(judge.bad.found), "images": judge.bad.found}
-    paths = [recipe.data.path] if isinstance(recipe.data.path, str) else [*(recipe.data.path or ())]
-    start = start_words(recipe.source, not prepared.num_classes)
-    record = {
-        "format": 1,
-        "vit2linear": vit2linear.__version__,
-        "versions": {p: version(p) for p in ("torch", "timm", "accelerate")} | {"python": platform.python_version()},
-        "source": {
-            **prepared.ref.record(),
-            "architecture": prepared.spec.architecture,
-            "dtype": loaded.spec.dtype,
-            "gated": prepared.ref.repo is not None and prepared.ref.repo.gated,
-            **prepared.licence.fields,
-        },
-        "data": {**judge.record, "on_hub": [path for path in paths if on_hub(path)], "bad": bad},
-        "input_size": prepared.data_config["input_size"],
-        "flops": {"source": prepared.probe.flops_before, "student": prepared.probe.flops},
-        "notes": plan_notes(plan),
-        "plan": plan_to_json(plan, prepared.probe),
-        "start": {"init": recipe.source.init, "head": recipe.source.head, "words": start},
-        "keep_softmax": journal.keep_softmax,
-        "audit": dataclasses.asdict(audited),
-        "calibration": journal.calibration,
-        "stages": journal.stages,
-        "history": journal.history,
-        "evaluation": dataclasses.asdict(report),
-        "speed": dataclasses.asdict(speed) if speed is not None else None,
-    }
+    speed = timed(prepared, teacher, student, accelerator.device, journal)
+    for summary in (speed and speed.summary, judge.bad.summary):
+        if summary:
+            reporter.say(summary)
+    record = record_of(prepared, loaded.spec.dtype, journal, judge, audited, report, speed)
     # Where this run wrote its output is nobody else's business, and the recipe is to run again elsewhere.
     portable = dataclasses.replace(recipe, output=dataclasses.replace(recipe.output, dir=None))
-    text = render(prepared.output.name, record, portable)
-    others |= draw(record)
-    others[artifact.PAGE] = _page(prepared, teacher, student, judge, record, portable, others)
-    return run.write(prepared.output, student, prepared.data_config, to_toml(portable), record, text, others)
-
-
-def _page(
-    prepared: Prepared,
-    teacher: nn.Module,
-    student: nn.Module,
-    judge: Judge,
-    record: dict[str, Any],
-    recipe: Recipe,
-    others: dict[str, bytes],
-) -> bytes:
-    """The page, and in the record what it shows of routing."""
-    found = None
-    if LOOKED_AT:
-        pixels, labels = judge.look(LOOKED_AT), prepared.spec.pretrained_cfg.get("label_names")
-        found = evidence.gather(teacher, student, pixels, prepared.data_config, labels)
-        record["routing"] = {path: dataclasses.asdict(site) for path, site in found.routing.items()}
-        record["looked_at"] = len(pixels)
-    shown = pictures.draw(record["stages"], found)
-    shown |= {
-        key: others[name] for key, name in (("speed", artifact.SPEED), ("errors", artifact.SITES)) if name in others
-    }
-    return page.render(prepared.output.name, record, to_toml(recipe), shown).encode()
-
-
-def _speed(prepared: Prepared, teacher: nn.Module, student: nn.Module, device: torch.device, journal: Journal) -> Speed:
-    spec = prepared.spec
-    job = job_of(spec.architecture, spec.model_args, prepared.plan.operators)
-    height, width = prepared.data_config["input_size"][-2:]
-    seconds = sum((stage["seconds"] for stage in journal.stages), 0.0)
-    return measure_speed(teacher, student, job, (height, width), device, seconds)
+    text, files = shown(prepared, record, portable, teacher, student, judge)
+    return run.write(
+        prepared.output, student, prepared.data_config, to_toml(portable), record, text, {**others, **files}
+    )
 
 
 def _finished(prepared: Prepared, ignore_labels: bool, reporter: Reporter) -> Artifact:

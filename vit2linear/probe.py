@@ -15,6 +15,7 @@ from vit2linear.errors import UnsupportedModelError, Vit2LinearError
 from vit2linear.operator import Operator
 from vit2linear.plan import Plan
 from vit2linear.site import sites_of
+from vit2linear.sources._description import first_line
 from vit2linear.surgery import apply_plan
 
 
@@ -58,7 +59,7 @@ def probe(skeleton: nn.Module, plan: Plan) -> Probe:
     except Exception as error:  # from inside a model that a config describes: any kind is possible
         raise UnsupportedModelError(
             f"the {type(skeleton).__name__} that the config describes does not take its own images: "
-            f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}.",
+            f"{first_line(error)}.",
             "Check the sizes in config.json.",
         ) from error
     student = apply_plan(skeleton, plan).eval()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import timm
@@ -13,13 +13,14 @@ from torch import nn
 
 from vit2linear.errors import ArtifactError
 from vit2linear.jsonfile import read_object
-from vit2linear.model import outline
+from vit2linear.outline import outline
 from vit2linear.sources._description import check_description, first_line
 from vit2linear.strict import shown
 
 FORMAT = 1
 """Of the report. What a later version writes is left to it."""
 
+_ABSENT = object()
 _MEND = "Convert again, or download the artifact again."
 
 
@@ -54,7 +55,12 @@ def read_report(path: Path, name: str) -> dict[str, Any]:
     report = read_object(path, f"{path.name} of {name!r}", ArtifactError)
     if isinstance(report.get("format"), int) and report["format"] > FORMAT:
         raise ArtifactError(f"{name!r} was written by a later vit2linear.", "Upgrade vit2linear.")
-    problems = [where for where, fits in _REPORT.items() if not fits(_at(report, where))]
+    problems = [where for where, fits in _READ_BACK.items() if not fits(_at(report, where))]
+    problems += [
+        w for w, fits in _WHERE_PRESENT.items() if (value := _at(report, w)) is not _ABSENT and not fits(value)
+    ]
+    if _at(report, "source.repo") is not _ABSENT and _at(report, "source.commit") is _ABSENT:
+        problems.append("source.commit")
     if problems:
         raise ArtifactError(f"{path.name} of {name!r} lacks, or has of another kind: {', '.join(problems)}.", _MEND)
     return report
@@ -95,8 +101,9 @@ def _creator(config: dict[str, Any]) -> Callable[[], nn.Module]:
 
 
 def _at(report: Any, where: str) -> Any:
+    """The entry at a dotted path; ``_ABSENT`` if there is none."""
     for key in where.split("."):
-        report = report.get(key) if isinstance(report, dict) else None
+        report = report.get(key, _ABSENT) if isinstance(report, dict) else _ABSENT
     return report
 
 
@@ -108,12 +115,38 @@ def _is_text_or_none(value: Any) -> bool:
     return value is None or isinstance(value, str)
 
 
-_REPORT: dict[str, Callable[[Any], bool]] = {
+def _is_switch(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _one_or_several(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """For sets that are mixed of several."""
+    return lambda value: fits(value) or (isinstance(value, list) and bool(value) and all(map(fits, value)))
+
+
+def _is_class_map(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and all(type(i) is int and i >= 0 for i in value.values()))
+
+
+def _is_files(value: Any) -> bool:
+    """Digests by name; the names lie beside the report."""
+    if not isinstance(value, dict) or not all(map(_is_text, value.values())):
+        return False
+    return all(name == PurePosixPath(name).name and "\\" not in name for name in value)
+
+
+_READ_BACK: dict[str, Callable[[Any], bool]] = {
     "source.name": _is_text,
-    **dict.fromkeys(("source.repo", "source.commit", "source.arch", "source.weights_sha256"), _is_text_or_none),
-    "data.path": _is_text,
-    "data.held_out": _is_text_or_none,
-    "data.ignore_labels": lambda value: isinstance(value, bool),
-    "files": lambda value: value is None or isinstance(value, dict),
+    "data.path": _one_or_several(_is_text),
+    "data.held_out": _one_or_several(_is_text_or_none),
 }
 """Entries of the report that are read back, and whether a value is one."""
+_WHERE_PRESENT: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("source.repo", "source.commit", "source.arch", "source.weights_sha256"), _is_text),
+    **dict.fromkeys(("data.split", "data.val_split"), _is_text_or_none),
+    **dict.fromkeys(("data.ignore_labels", "data.streaming"), _is_switch),
+    "data.seed": lambda value: type(value) is int and 0 <= value < 2**32,
+    "data.class_map": _is_class_map,
+    "files": _is_files,
+}
+"""Those that only some artifacts have."""

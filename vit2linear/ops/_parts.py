@@ -81,8 +81,12 @@ def refuse_key_mask(name: str, ctx: AttentionContext) -> None:
         )
 
 
+LARGEST_OPTION = 4096
+"""Features, landmarks or blocks of one head, whose width is a few dozen."""
+
+
 def check_positive(name: str, **options: int | float) -> None:
-    """Raise ``RecipeError`` for an option of operator ``name`` that is not above 0."""
+    """Raise ``RecipeError`` for an option of operator ``name`` that is not above 0, or beyond reason."""
     for key, value in options.items():
-        if value <= 0:
-            raise RecipeError(f"operator {name!r}: {key} is {value}, must be above 0.")
+        if not 0 < value <= LARGEST_OPTION:
+            raise RecipeError(f"operator {name!r}: {key} is {value}, must be above 0 and at most {LARGEST_OPTION:,}.")

@@ -49,6 +49,7 @@ class LUNAAttention(SumRule):
         super().__init__(geometry, options)
         m, channels, hidden = options.projections, options.channels, options.hidden
         check_positive(self.name, projections=m, channels=channels, hidden=hidden)
+        check_positive(self.name, **{"channels times hidden": channels * hidden})  # one by one, in turn
         self.directions = nn.Linear(geometry.head_dim, m)
         nn.init.normal_(self.directions.weight, std=geometry.head_dim**-0.5)
         nn.init.zeros_(self.directions.bias)

@@ -75,19 +75,57 @@ def in_float32(name: str, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor]
     return converted, str(most).removeprefix("torch.")
 
 
+def check_fit(name: str, weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Whether ``weights`` can be those of a model, before it takes memory.
+
+    Args:
+        name: the source, for messages.
+        weights: as they were read.
+        expected: the model's, on the meta device; names that timm changes while loading are in one of them only.
+
+    Raises:
+        WeightsError: the model has far more numbers than the files hold, or real ones where those are integers.
+    """
+    held, said = (sum(value.numel() for value in tensors.values()) for tensors in (weights, expected))
+    if said > 4 * held + 100_000_000:  # positions and tables may grow with the image
+        raise WeightsError(
+            f"the weights of {name!r} do not fit its config: that describes {said:,} numbers, the files hold {held:,}."
+        )
+    wrong = [k for k, v in weights.items() if k in expected and v.is_floating_point() < expected[k].is_floating_point()]
+    if wrong:
+        raise WeightsError(
+            f"{wrong[0]!r} and {len(wrong) - 1} more of {name!r} are {weights[wrong[0]].dtype}, not real numbers.",
+            "Quantised weights are not supported.",
+        )
+
+
+def check_finite(name: str, weights: dict[str, Tensor]) -> None:
+    """Whether all weights are numbers: otherwise all that is trained or measured would be none.
+
+    Raises:
+        WeightsError: says how many are not, and names the first.
+    """
+    wrong = [key for key, value in weights.items() if not value.isfinite().all()]
+    if wrong:
+        raise WeightsError(
+            f"{len(wrong)} weights of {name!r} hold values that are not finite in float32: {', '.join(wrong[:3])}.",
+            "Such a model gives no outputs; look for a better copy of it.",
+        )
+
+
 def _repeats(value: Tensor) -> bool:
     """A view of less memory than its shape says, which a pickle of a few bytes can blow up without limit."""
     return value.numel() * value.element_size() > value.untyped_storage().nbytes()
 
 
 def _unreadable(name: str, path: Path, error: Exception) -> WeightsError:
-    message = str(error)
+    message = str(error.__cause__ or error)  # timm's words for torch's refusals are the same for all of them
     if "TorchScript" in message:
         return WeightsError(
             f"{path.name} of {name!r} is a TorchScript archive, which holds a program.",
             "Where you trust it, save torch.jit.load(FILE).state_dict() as safetensors.",
         )
-    if re.search(r"allowlisted|Unsupported (global|class)|GLOBAL", message):
+    if re.search(r"Unsupported (global|class)", message):
         try:
             found = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
         except Exception:  # the format of long ago, which that function does not read
@@ -98,7 +136,8 @@ def _unreadable(name: str, path: Path, error: Exception) -> WeightsError:
             "loaded.",
             "Where you trust it, save its state dict as safetensors.",
         )
-    said = (message.splitlines() or ["empty"])[0].rstrip(".") or type(error).__name__
+    reason = message.rpartition("WeightsUnpickler error:")[2].strip()  # what torch says before is advice to run it
+    said = (reason.splitlines() or ["empty"])[0].rstrip(".") or type(error).__name__
     return WeightsError(
         f"{path.name} of {name!r} cannot be read: {said[:300]}.",
         f"Download it again; files of these kinds hold weights: {', '.join(SUFFIXES)}.",
