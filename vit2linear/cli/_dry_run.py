@@ -14,10 +14,11 @@ from vit2linear.trial import Trial, try_out
 
 def show(prepared: Prepared, probe: bool, ignore_labels: bool, json: bool) -> None:
     """In the first process only, where ``torchrun`` or ``accelerate launch`` started several."""
-    estimate = expected(prepared, int(os.environ.get("WORLD_SIZE", "1")))
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    estimate = expected(prepared, processes)
     main = os.environ.get("RANK", "0") == "0"
     if main and not json:
-        _show_plan(prepared, estimate, probe)
+        _show_plan(prepared, estimate, processes, probe)
     trial = try_out(prepared, ignore_labels) if probe else None
     if not main:
         return
@@ -42,7 +43,7 @@ def _plan_json(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _show_plan(prepared: Prepared, estimate: tuple[Expected, ...], probe: bool) -> None:
+def _show_plan(prepared: Prepared, estimate: tuple[Expected, ...], processes: int, probe: bool) -> None:
     commit = f" at {prepared.ref.repo.commit[:12]}" if prepared.ref.repo is not None else ""
     size = "x".join(map(str, prepared.data_config["input_size"]))
     err.print(f"{prepared.ref.name}{commit}: {prepared.spec.architecture}, input {size}", markup=False)
@@ -56,8 +57,9 @@ def _show_plan(prepared: Prepared, estimate: tuple[Expected, ...], probe: bool) 
         f"{data}; would write {prepared.output}." + ("" if probe else " Nothing was read or written."),
         markup=False,
     )
+    where = f" on each of {processes} processes" if processes > 1 else ""
     for stage in estimate:
-        err.print(f"expected: {stage.words}", markup=False)
+        err.print(f"expected{where}: {stage.words}", markup=False)
 
 
 def _show_trial(trial: Trial) -> None:
