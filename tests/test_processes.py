@@ -73,9 +73,11 @@ def arguments(source: Path, images: Path, folder: Path, op: str) -> list[str]:
     return [*command, "-j", "0", "--output", "artifact"]
 
 
-def convert(source: Path, images: Path, folder: Path, *launch: str, more: Sequence[str] = ()) -> Trained:
+def convert(
+    source: Path, images: Path, folder: Path, *launch: str, op: str = "Picky", more: Sequence[str] = ()
+) -> Trained:
     folder.mkdir()
-    command = [sys.executable, *launch, *arguments(source, images, folder, "tests.gradient_probe:Picky"), *more]
+    command = [sys.executable, *launch, *arguments(source, images, folder, f"tests.gradient_probe:{op}"), *more]
     environment = ENVIRONMENT | {"GRADIENT_PROBE": str(folder)}
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -164,6 +166,15 @@ def test_losses_of_two_processes_whose_steps_go_through_in_two_parts(
     assert [parted.seen("feature", 1, rank)[1] for rank in (0, 1)] == [2, 2]
     for stage in STAGES:
         assert parted.losses(stage) == pytest.approx(runs[0].losses(stage), rel=1e-4)
+
+
+def test_a_process_that_runs_out_of_memory_goes_on_in_parts(
+    runs: tuple[Trained, Trained], source: Path, images: Path, tmp_path: Path
+) -> None:
+    """The other one waits for it, and knows nothing."""
+    cramped = convert(source, images, tmp_path / "cramped", *TORCHRUN, op="Cramped")
+    for stage in STAGES:
+        assert cramped.losses(stage) == pytest.approx(runs[0].losses(stage), rel=1e-4)
 
 
 def test_one_artifact_by_the_main_process(runs: tuple[Trained, Trained]) -> None:
