@@ -20,6 +20,14 @@ from vit2linear.significance import ClassChange, Difference, calibration_error, 
 from vit2linear.site import sites_of
 
 _ERROR_IMAGES = 256
+SCORES = {"top1": "top-1, %", "top5": "top-5, %", "knn": "10-NN, %", "probe": "ridge probe, %"}
+"""What a model is judged by, in ``Scores``, with its title; wherever results are shown."""
+SAME = {
+    "agreement": ("same first class, %", ".2f"),
+    "neighbour_agreement": ("same 10 neighbours, %", ".2f"),
+    "feature_cosine": ("cosine of features", ".4f"),
+}
+"""How alike both models are, in ``EvalReport``, with title and format."""
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,9 @@ def gather(
     routing: dict[str, SiteRouting] = {}
     looks: tuple[Looks, ...] = ()
     if _tokens(student, few) <= MOST_TOKENS:
-        routing = compare_routing(teacher, student, few)
-        looks = _looks(teacher, student, few, pictures)
+        theirs, mine = routing_maps(teacher, few), routing_maps(student, few)
+        routing = compare_routing(theirs, mine, student)
+        looks = _looks(_heats(teacher, theirs), _heats(student, mine), pictures)
     return Evidence(tuple(examples[:half]), tuple(examples[::-1][:half]), routing, looks)
 
 
@@ -120,14 +121,16 @@ def _tokens(model: nn.Module, pixels: Tensor) -> int:
     return max(found)
 
 
-def _looks(teacher: nn.Module, student: nn.Module, pixels: Tensor, pictures: Sequence[Picture]) -> tuple[Looks, ...]:
+def _looks(
+    teacher: dict[str, np.ndarray], student: dict[str, np.ndarray], pictures: Sequence[Picture]
+) -> tuple[Looks, ...]:
     """What the class token, or a patch on average, looks at, for plain models whose maps cover the image."""
-    heats = [_heats(model, routing_maps(model, pixels)) for model in (teacher, student)]
-    shared = [title for title in heats[0] if title in heats[1]]
+    shared = [title for title in teacher if title in student]
     if not shared:
         return ()
-    mine, theirs = ([{t: heat[t][i] for t in shared} for i in range(len(pixels))] for heat in heats)
-    return tuple(Looks(*row) for row in zip(pictures, mine, theirs, strict=False))
+    heats = (zip(*(heat[title] for title in shared), strict=True) for heat in (teacher, student))
+    named = ([dict(zip(shared, row, strict=True)) for row in heat] for heat in heats)
+    return tuple(Looks(*row) for row in zip(pictures, *named, strict=False))
 
 
 def _heats(model: nn.Module, maps: Maps) -> dict[str, np.ndarray]:

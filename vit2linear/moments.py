@@ -24,7 +24,8 @@ from vit2linear.compare import EvalReport
 from vit2linear.data import train_batches
 from vit2linear.distill.economies import economies
 from vit2linear.distill.keeper import Keeper, Saved
-from vit2linear.distill.loop import StageReport, run_stage
+from vit2linear.distill.loop import run_stage
+from vit2linear.distill.progress import StageReport
 from vit2linear.distill.stages import split_steps
 from vit2linear.errors import NotFiniteError
 from vit2linear.evaluation import Judge

@@ -9,20 +9,13 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-_SCORES = (
-    ("top-1, %", "top1", ".2f"),
-    ("top-5, %", "top5", ".2f"),
-    ("10-NN, %", "knn", ".2f"),
-    ("ridge probe, %", "probe", ".2f"),
-    ("calibration error, %", "calibration_error", ".2f"),
-    ("images/s", "images_per_second", ".1f"),
-)
-_PAIRED = (
-    ("same first class, %", "agreement", ".2f"),
-    ("same 10 neighbours, %", "neighbour_agreement", ".2f"),
-    ("cosine of features", "feature_cosine", ".4f"),
-    ("speed over teacher", "speedup", ".2f"),
-)
+from vit2linear.compare import SAME, SCORES
+
+_SCORES = {key: (title, ".2f") for key, title in SCORES.items()} | {
+    "calibration_error": ("calibration error, %", ".2f"),
+    "images_per_second": ("images/s", ".1f"),
+}
+_PAIRED = SAME | {"speedup": ("speed over teacher", ".2f")}
 
 
 def render(name: str, record: Mapping[str, Any], recipe: str, pictures: Mapping[str, bytes]) -> str:
@@ -38,7 +31,7 @@ def render(name: str, record: Mapping[str, Any], recipe: str, pictures: Mapping[
     template = files("vit2linear").joinpath("page.html").read_text("utf-8")
     evaluation = record["evaluation"]
     key, title = next(
-        ((k, t) for t, k, _ in _SCORES[:4] if evaluation["student"].get(k) is not None),
+        ((k, t) for k, t in SCORES.items() if evaluation["student"].get(k) is not None),
         ("images_per_second", "images/s"),
     )
     parts = (("results", "Results"), ("speed", "Speed"), ("training", "Training"), ("routing", "Token routing"))
@@ -57,7 +50,7 @@ def render(name: str, record: Mapping[str, Any], recipe: str, pictures: Mapping[
             data=evaluation["data"],
             sections=[p for p in (*parts, ("images", "Images"), ("record", "Record")) if shown.get(p[0], True)],
             results=_results(evaluation),
-            score=f"{title}",
+            score=title,
             moments=[[h["moment"], h["images"], _form(h["student"].get(key), ".2f")] for h in record["history"]],
             lost=[
                 [c["name"], c["images"], _form(c["teacher"], ".1f"), _form(c["student"], ".1f")]
@@ -102,8 +95,8 @@ def _form(value: float | None, form: str) -> str:
 
 
 def _results(e: Mapping[str, Any]) -> list[list[str]]:
-    rows = [[t, _form(e["teacher"].get(k), f), _form(e["student"].get(k), f)] for t, k, f in _SCORES]
-    rows += [[title, "", _form(e.get(key), form)] for title, key, form in _PAIRED]
+    rows = [[t, _form(e["teacher"].get(k), f), _form(e["student"].get(k), f)] for k, (t, f) in _SCORES.items()]
+    rows += [[title, "", _form(e.get(key), form)] for key, (title, form) in _PAIRED.items()]
     return [row for row in rows if row[-1]]
 
 

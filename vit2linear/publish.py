@@ -214,7 +214,7 @@ def _report(data: bytes | None) -> dict[str, Any] | None:
     """The record of an earlier push, if it is one."""
     try:
         report = json.loads(data or b"")
-    except ValueError:
+    except (ValueError, RecursionError):  # somebody else's file
         return None
     ours = isinstance(report, dict) and "vit2linear" in report and isinstance(report.get("files", {}), dict)
     return report if ours else None

@@ -65,16 +65,14 @@ Maps = dict[str, Tensor]
 """Site to (batch, heads, queries, keys); windows count as a batch."""
 
 
-def compare_routing(
-    teacher: nn.Module, student: nn.Module, pixels: Float[Tensor, "batch channels height width"]
-) -> dict[str, SiteRouting]:
+def compare_routing(theirs: Maps, mine: Maps, student: nn.Module) -> dict[str, SiteRouting]:
     """The sites whose maps have the same shape in both models; windows that were joined have not.
 
     Args:
-        teacher, student: converted with ``softmax`` and with the operators, in eval mode.
-        pixels: a few images as they are evaluated; memory grows with the square of the tokens.
+        theirs, mine: of teacher and student, converted with ``softmax`` and with the operators, on the same images.
+        student: knows how each of its maps was found.
     """
-    theirs, mine, sites = routing_maps(teacher, pixels), routing_maps(student, pixels), sites_of(student)
+    sites = sites_of(student)
     found = {}
     for path, a in theirs.items():
         b = mine.get(path)
@@ -86,7 +84,12 @@ def compare_routing(
 
 
 def routing_maps(model: nn.Module, pixels: Float[Tensor, "batch channels height width"]) -> Maps:
-    """The map of every site on the model's own inputs, float32 on the CPU."""
+    """The map of every site on the model's own inputs, float32 on the CPU.
+
+    Args:
+        model: converted, in eval mode.
+        pixels: a few images as they are evaluated; memory grows with the square of the tokens.
+    """
     maps: Maps = {}
 
     def keep(path: str) -> Any:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from vit2linear.artifact import SITES, SPEED
 from vit2linear.card.markdown import Record, bullets, images, native, table
+from vit2linear.compare import SAME, SCORES
 from vit2linear.recipe import KEEP
 from vit2linear.significance import Difference
 from vit2linear.sizes import show_size
 from vit2linear.speed import speed_of_record
 
 _LISTED = 5
-SCORES = {"top1": "top-1, %", "top5": "top-5, %", "knn": "10-NN, %", "probe": "ridge probe, %"}
-SAME = {
-    "agreement": ("same first class, %", ".2f"),
-    "neighbour_agreement": ("same 10 neighbours, %", ".2f"),
-    "feature_cosine": ("cosine of features", ".4f"),
-}
 
 
 def results(record: Record) -> str:

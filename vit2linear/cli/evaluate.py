@@ -84,24 +84,17 @@ def evaluate(
 
 def _tables(name: str, report: EvalReport) -> list[object]:
     from vit2linear.cli._output import table
+    from vit2linear.compare import SAME, SCORES
 
     rows = []
-    for title, key in (
-        ("top-1, %", "top1"),
-        ("top-5, %", "top5"),
-        ("10-NN, %", "knn"),
-        ("ridge probe, %", "probe"),
-        ("calibration error, %", "calibration_error"),
-        ("images/s", "images_per_second"),
-    ):
+    more = {"calibration_error": "calibration error, %", "images_per_second": "images/s"}
+    for key, title in (SCORES | more).items():
         a, b = getattr(report.teacher, key), getattr(report.student, key)
         if a is not None and b is not None:
             rows.append([title, f"{a:.2f}", f"{b:.2f}", f"{b - a:+.2f}"])
-    if report.agreement is not None:
-        rows.append(["same first class, %", "", f"{report.agreement:.2f}", ""])
-    if report.neighbour_agreement is not None:
-        rows.append(["same 10 neighbours, %", "", f"{report.neighbour_agreement:.2f}", ""])
-    rows.append(["cosine of features", "", f"{report.feature_cosine:.4f}", ""])
+    for key, (title, form) in SAME.items():
+        if (value := getattr(report, key)) is not None:
+            rows.append([title, "", f"{value:{form}}", ""])
     rows.append(["speed against teacher", "", f"{report.speedup:.2f}x", ""])
     errors = [[path, f"{error:.4f}"] for path, error in report.site_errors.items()]
     tables: list[object] = [

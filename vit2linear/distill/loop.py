@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from vit2linear.data import Batch
-from vit2linear.distill.averaged import Averaged, keep_better
+from vit2linear.distill.averaged import keep_better
 from vit2linear.distill.keeper import Keeper, Saved
 from vit2linear.distill.optimiser import optimiser_tensors, parameter_groups, restore_optimiser, set_step, warmup_cosine
+from vit2linear.distill.progress import StageProgress, StageReport
 from vit2linear.distill.stages import TASKS, objective_of
 from vit2linear.distill.tasks import ModelTask
 from vit2linear.distill.watch import Watch
@@ -31,43 +32,6 @@ LOGGED = 1000
 """Lines of metrics of a stage, about."""
 WAITING = 0.2
 """Share of the time spent waiting for images from which on it is said."""
-
-
-@dataclass(frozen=True)
-class StageReport:
-    """What a stage did."""
-
-    stage: str
-    objective: dict[str, float]
-    """Loss name to weight."""
-    steps: int
-    images: int
-    seconds: float
-    trainable: int
-    """Parameters that were trained."""
-    losses: tuple[tuple[int, float], ...]
-    """(step, loss), at most about 100 of them."""
-    averaged: Averaged | None = None
-    skipped: int = 0
-    """Steps whose loss or gradient was not finite, so that they changed nothing."""
-    waiting: float = 0.0
-    """Share of the time spent waiting for images."""
-
-
-@dataclass
-class _Progress:
-    """What a checkpoint carries beside tensors; JSON."""
-
-    step: int = 0
-    applied: int = 0
-    """Steps that changed the weights; the schedule follows them."""
-    parts: int = 1
-    """The images of a step go through in so many parts."""
-    images: int = 0
-    seconds: float = 0.0
-    waited: float = 0.0
-    curve: list[tuple[int, float]] = field(default_factory=list)
-    watch: Watch = field(default_factory=Watch)
 
 
 def run_stage(
@@ -159,7 +123,7 @@ class _Stage:
         self.optimizer = accelerator.prepare(self.adamw)
         averages = averages and options.ema > 0 and isinstance(self.task, ModelTask)
         self.ema = ModelEmaV3(student, options.ema, use_warmup=True) if averages else None
-        self.done = _Progress(parts=options.grad_accum_steps)
+        self.done = StageProgress(parts=options.grad_accum_steps)
         self.settled = True
         """Whether the state is that between two steps."""
         self.fresh_images, self.started = 0, time.perf_counter()
@@ -255,7 +219,7 @@ class _Stage:
         """Go on from there; the student has its weights already."""
         state: dict[str, Any] = dict(saved.state)
         scaler, watch, curve = state.pop("scaler"), Watch(**state.pop("watch")), [*map(tuple, state.pop("curve"))]
-        self.done = _Progress(**state, watch=watch, curve=curve)
+        self.done = StageProgress(**state, watch=watch, curve=curve)
         restore_optimiser(self.adamw, saved.tensors["optimiser"])
         set_step(self.schedule, self.done.applied)
         if self.ema is not None:
