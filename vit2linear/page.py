@@ -85,7 +85,7 @@ def verdict(record: Mapping[str, Any]) -> str:
         change = f"both models name the same class on {e['agreement']:.2f}% of the images"
     else:
         change = f"the cosine between both models' features is {e['feature_cosine']:.3f}"
-    speed = f"at this size it runs at {e['speedup']:.2f} times the teacher's speed on the machine of the conversion"
+    speed = f"in the batches of this evaluation it ran at {e['speedup']:.2f} times the teacher's speed"
     trained = "" if record["stages"] or record["calibration"] else " Nothing was trained."
     return f"{start}; {change}; {speed}.{trained}"
 
